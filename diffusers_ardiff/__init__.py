@@ -1,0 +1,23 @@
+"""Autoregressive video diffusion for Hugging Face diffusers: paged K/V cache, fused write-and-attend, streaming."""
+
+from .cache import MemoryLimitError
+from .checkpoints import load_ar_checkpoint
+from .context import PagedForwardContext
+from .pipelines import ARChunk, ARDiffusionPipeline, ARDiffusionPipelineOutput, CacheOptions, PromptSwitch
+from .processors import attach_paged_attention
+from .recipes import Recipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ARChunk",
+    "ARDiffusionPipeline",
+    "ARDiffusionPipelineOutput",
+    "CacheOptions",
+    "MemoryLimitError",
+    "PagedForwardContext",
+    "PromptSwitch",
+    "Recipe",
+    "attach_paged_attention",
+    "load_ar_checkpoint",
+]

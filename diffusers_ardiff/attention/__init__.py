@@ -1,0 +1,28 @@
+"""The write-and-attend op, its reference, and the backends it chooses from."""
+
+from . import backends
+from .op import paged_attention, paged_write_attn
+from .registry import (
+    AttentionBackend,
+    AttentionRequest,
+    choose_page_size,
+    get_backend,
+    list_backends,
+    register_backend,
+    select_backend,
+    supported_kernel_block_sizes,
+)
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionRequest",
+    "backends",
+    "choose_page_size",
+    "get_backend",
+    "list_backends",
+    "paged_attention",
+    "paged_write_attn",
+    "register_backend",
+    "select_backend",
+    "supported_kernel_block_sizes",
+]

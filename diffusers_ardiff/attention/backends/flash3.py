@@ -1,0 +1,80 @@
+"""FlashAttention 3 (Hopper): dense on the contiguous or staged view, else its page table, else packed keys.
+
+FlashAttention 3 loads whole tiles of V by TMA up to the end of the tensor it is given, and a weight of 0 times NaN is
+NaN (flash-attention#2374). So it is never given a tensor whose tail is unwritten: views end at the last key, packed
+keys have no gaps, and the page table is used at page sizes only where V is loaded row by row and cleared.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...context import LaunchPlan, PagedLayerInputs
+from ..registry import AttentionBackend, register_backend
+from .libraries import (
+    FLASH3_HEAD_DIMS,
+    find_flash3,
+    flash3_build_flags,
+    missing_cuda,
+    one_split,
+    output_of,
+    why_not_loaded,
+)
+from .packing import attend_packed, paged_pools, staged_view
+
+INSTALL = "FlashAttention 3 is not installed: pip install fa3-fwd"
+MAX_TABLE_PAGE_SIZE = 63
+"""The smallest tile is 64 keys; pages that a tile divides are loaded whole."""
+
+
+def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float) -> torch.Tensor:
+    """One call for all rows: query (R, L, H, D) over each row's exact number of keys.
+
+    Raises:
+        RuntimeError: FlashAttention 3 is not installed.
+    """
+    library = find_flash3()
+    if library is None:
+        raise RuntimeError(INSTALL)
+    view = staged_view(inputs, plan)
+    if view is not None:
+        splits = one_split(library.dense)
+        return output_of(library.dense(query, *view, softmax_scale=softmax_scale, causal=False, **splits))
+    if library.paged is not None and plan.page_size <= MAX_TABLE_PAGE_SIZE:
+        keys, values = paged_pools(inputs, plan.page_size)
+        out = library.paged(
+            query,
+            keys,
+            values,
+            cache_seqlens=inputs.seq_lens,
+            page_table=inputs.block_table,
+            softmax_scale=softmax_scale,
+            causal=False,
+            **one_split(library.paged),
+        )
+        return output_of(out)
+    return attend_packed(library.varlen, query, inputs, plan, softmax_scale, one_split(library.varlen))
+
+
+def unavailable() -> str | None:
+    """Why FlashAttention 3 cannot run here: no library, or no Hopper GPU."""
+    return missing_cuda((9, 0), (9, 9)) or why_not_loaded(find_flash3, INSTALL)
+
+
+def make_backend() -> AttentionBackend:
+    """The backend of the installed build: wheels leave out fp16 or head sizes."""
+    flags = flash3_build_flags()
+    largest = max((dim for dim in FLASH3_HEAD_DIMS if not flags.get(f"FLASHATTENTION_DISABLE_HDIM{dim}")), default=0)
+    half = () if flags.get("FLASHATTENTION_DISABLE_FP16") else (torch.float16,)
+    return AttentionBackend(
+        name="flash3",
+        attend=attend,
+        rank=10,
+        device_types=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16, *half}),
+        head_dims=frozenset(range(8, largest + 1, 8)),
+        unavailable=unavailable,
+    )
+
+
+BACKEND = register_backend(make_backend())

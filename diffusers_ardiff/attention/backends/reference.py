@@ -1,0 +1,32 @@
+"""The definition of correct: float32 softmax over each row's explicit list of keys. Runs anywhere, slowly."""
+
+from __future__ import annotations
+
+import torch
+
+from ...context import LaunchPlan, PagedLayerInputs
+from ..keys import gather_slots
+from ..registry import AttentionBackend, register_backend
+
+
+def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float) -> torch.Tensor:
+    """Attend row by row: query (R, L, H, D) over the first ``seq_len`` storage indices of its row."""
+    outputs = []
+    for index, row in enumerate(plan.rows):
+        slots = gather_slots(inputs.block_table[index : index + 1], plan.page_size, row.seq_len)[0]
+        keys, values = inputs.key_pool[slots].float(), inputs.value_pool[slots].float()
+        scores = torch.einsum("lhd,nhd->hln", query[index].float(), keys) * softmax_scale
+        outputs.append(torch.einsum("hln,nhd->lhd", scores.softmax(dim=-1), values))
+    return torch.stack(outputs).to(query.dtype)
+
+
+BACKEND = register_backend(
+    AttentionBackend(
+        name="reference",
+        attend=attend,
+        rank=1000,
+        device_types=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
+        on_hip=True,
+    )
+)

@@ -1,0 +1,56 @@
+"""Flash attention through the block table in Triton, on CUDA and ROCm; triton is imported when it is first used.
+
+Lengths stay on the device, so one launch serves a filling window, rows of different length and a captured graph. A
+graph captured while every row was contiguous must be replayed with contiguous rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+
+from ...context import LaunchPlan, PagedLayerInputs
+from ..registry import AttentionBackend, register_backend
+
+
+def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float) -> torch.Tensor:
+    """One launch for all rows: query (R, L, H, D) over each row's exact number of keys, fragmented or not."""
+    from ..kernels.paged_attention import attend_pages
+
+    return attend_pages(
+        query,
+        inputs,
+        page_size=plan.page_size,
+        softmax_scale=softmax_scale,
+        contiguous=all(row.base_slot is not None for row in plan.rows),
+    ).out
+
+
+@cache
+def unavailable() -> str | None:
+    """Why the kernels cannot run on this machine; None: they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs the triton package, which is not installed"
+    if not torch.cuda.is_available():
+        return "needs a CUDA or ROCm device, and torch sees none"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        return f"needs compute capability 8.0, this device has {torch.cuda.get_device_capability()}"
+    return None
+
+
+BACKEND = register_backend(
+    AttentionBackend(
+        name="triton",
+        attend=attend,
+        rank=110,
+        device_types=frozenset({"cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        on_hip=True,
+        page_multiple=16,
+        head_dims=frozenset(range(1, 257)),
+        lse=True,
+        unavailable=unavailable,
+    )
+)

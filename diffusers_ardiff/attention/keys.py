@@ -1,0 +1,127 @@
+"""How rows are written into the pool and found again: a view where they are contiguous, else staged or gathered copies.
+
+Shapes: R rows, L queries, N keys, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from ..context import LaunchPlan, PagedLayerInputs, RowLayout
+
+
+def gather_slots(block_table: torch.Tensor, page_size: int, num_keys: int) -> torch.Tensor:
+    """Pool rows of storage indices 0 .. num_keys-1 of every row: (R, num_keys) int64 on the table's device."""
+    indices = torch.arange(num_keys, device=block_table.device)
+    pages = block_table[:, indices // page_size].to(torch.int64)
+    return pages * page_size + indices % page_size
+
+
+def write_rows(inputs: PagedLayerInputs, plan: LaunchPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Write new rows (R, L + A, H, D) into their slots: plain copies into one contiguous run, else one scatter.
+
+    A captured CUDA graph must find the slots in a tensor, since they differ at its next replay.
+    """
+    row = plan.rows[0]
+    is_captured = keys.is_cuda and torch.cuda.is_current_stream_capturing()
+    if len(plan.rows) == 1 and row.base_slot is not None and row.written_ranges and not is_captured:
+        done = 0
+        for part in row.written_ranges:
+            target = slice(row.base_slot + part.start, row.base_slot + part.stop)
+            source = slice(done, done + len(part))
+            inputs.key_pool[target].copy_(keys[0, source])
+            inputs.value_pool[target].copy_(values[0, source])
+            done += len(part)
+        return
+    slots = inputs.slot_mapping.flatten()
+    inputs.key_pool.index_copy_(0, slots, keys.flatten(0, 1).to(inputs.key_pool.dtype))
+    inputs.value_pool.index_copy_(0, slots, values.flatten(0, 1).to(inputs.value_pool.dtype))
+
+
+def dense_view(inputs: PagedLayerInputs, plan: LaunchPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values (R, N, H, D) as views, where all rows have N keys at one stride; None where they have not.
+
+    Rows are views of the pool itself, or of the staging pools once a fragmented window was staged there.
+    """
+    rows = plan.rows
+    if len({row.seq_len for row in rows}) != 1:
+        return None
+    if all(row.base_slot is not None for row in rows):
+        return _strided(inputs.key_pool, inputs.value_pool, [row.base_slot or 0 for row in rows], rows[0].seq_len)
+    staging = plan.staging
+    if staging is None or any(row.staging_row is None for row in rows):
+        return None
+    layer = int(inputs.layer_index)
+    bases = [(row.staging_row or 0) * staging.row_len for row in rows]
+    return _strided(staging.key_pools[layer], staging.value_pools[layer], bases, rows[0].seq_len)
+
+
+def _strided(
+    keys: torch.Tensor, values: torch.Tensor, bases: list[int], num_keys: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    strides = {after - before for before, after in itertools.pairwise(bases)}
+    if len(strides) > 1 or any(stride <= 0 for stride in strides):
+        return None
+    row_stride = strides.pop() if strides else num_keys
+    size = (len(bases), num_keys, *keys.shape[1:])
+    stride = (row_stride * keys.stride(0), *keys.stride())
+    offset = bases[0] * keys.stride(0)
+    return (
+        keys.as_strided(size, stride, keys.storage_offset() + offset),
+        values.as_strided(size, stride, values.storage_offset() + offset),
+    )
+
+
+def stage_rows(inputs: PagedLayerInputs, plan: LaunchPlan) -> None:
+    """Bring the staged windows of fragmented rows up to date.
+
+    A window is gathered whole when its history is new to the staging row, else only the current rows are copied.
+    """
+    staging = plan.staging
+    if staging is None:
+        return
+    layer = int(inputs.layer_index)
+    held = staging.held[layer]
+    for index, row in enumerate(plan.rows):
+        if row.staging_row is None:
+            continue
+        whole = held[row.staging_row] != row.staging_key
+        ranges = (range(row.seq_len),) if whole else row.written_ranges
+        held[row.staging_row] = None
+        slots = gather_slots(inputs.block_table[index : index + 1], plan.page_size, row.seq_len)[0]
+        for part in ranges:
+            target = slice(
+                row.staging_row * staging.row_len + part.start, row.staging_row * staging.row_len + part.stop
+            )
+            source = slots[part.start : part.stop]
+            torch.index_select(inputs.key_pool, 0, source, out=staging.key_pools[layer][target])
+            torch.index_select(inputs.value_pool, 0, source, out=staging.value_pools[layer][target])
+        held[row.staging_row] = row.staging_key
+
+
+def padded_gather(
+    inputs: PagedLayerInputs, plan: LaunchPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Copies of all rows' keys and values (R, max N, H, D), and a bool mask (R, 1, 1, max N), None if none is padded.
+
+    Padding repeats a row's storage index 0, which is always written: a masked NaN would still spoil the result.
+    """
+    lengths = [row.seq_len for row in plan.rows]
+    slots = gather_slots(inputs.block_table, plan.page_size, max(lengths))
+    mask = None
+    if len(set(lengths)) > 1:
+        valid = torch.arange(slots.shape[1], device=slots.device)[None] < inputs.seq_lens[:, None]
+        slots = torch.where(valid, slots, slots[:, :1])
+        mask = valid[:, None, None]
+    shape = (*slots.shape, *inputs.key_pool.shape[1:])
+    flat = slots.flatten()
+    keys = inputs.key_pool.index_select(0, flat).view(shape)
+    return keys, inputs.value_pool.index_select(0, flat).view(shape), mask
+
+
+def layout_from_tensors(launch: torch.Tensor, seq_lens: torch.Tensor) -> LaunchPlan:
+    """A plan for layer inputs without one (handle 0): exact, but reads the lengths back from the device."""
+    rows = tuple(RowLayout(seq_len=int(length), base_slot=None) for length in seq_lens.tolist())
+    return LaunchPlan(page_size=int(launch[0]), rows=rows)

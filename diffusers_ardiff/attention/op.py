@@ -1,0 +1,180 @@
+"""``paged_write_attn``: write the new rows' K and V into their slots, then attend. One opaque node for the compiler.
+
+The schema mutates exactly the two pools. What varies between forwards is a tensor's value, never a Python number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..context import LaunchPlan, PagedLayerInputs, find_launch_plan
+from .keys import layout_from_tensors, write_rows
+from .registry import AttentionBackend, AttentionRequest, select_backend
+
+__all__ = ["paged_attention", "paged_write_attn"]
+
+WRITE_ATTN_SCHEMA = (
+    "(Tensor query, Tensor k_curr, Tensor v_curr, Tensor? k_act, Tensor? v_act, Tensor(a!) key_pool, "
+    "Tensor(b!) value_pool, Tensor slot_mapping, Tensor block_table, Tensor seq_lens, Tensor layer_index, "
+    "Tensor launch, float softmax_scale) -> Tensor"
+)
+ATTN_SCHEMA = (
+    "(Tensor query, Tensor key_pool, Tensor value_pool, Tensor block_table, Tensor seq_lens, Tensor layer_index, "
+    "Tensor launch, float softmax_scale) -> Tensor"
+)
+
+
+def _choose(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan) -> AttentionBackend:
+    request = AttentionRequest(
+        device_type=query.device.type,
+        dtype=inputs.key_pool.dtype,
+        head_dim=inputs.key_pool.shape[-1],
+        page_size=plan.page_size,
+        is_hip=query.is_cuda and torch.version.hip is not None,
+    )
+    return select_backend(request, plan.backend)
+
+
+def _plan_of(inputs: PagedLayerInputs) -> LaunchPlan:
+    return find_launch_plan(int(inputs.launch[1])) or layout_from_tensors(inputs.launch, inputs.seq_lens)
+
+
+def _check_rows(query: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, inputs: PagedLayerInputs) -> None:
+    heads = tuple(inputs.key_pool.shape[1:])
+    expected = (*inputs.slot_mapping.shape, *heads)
+    query_fits = query.shape[0] == expected[0] and query.shape[2:] == heads
+    if k_new.shape != expected or v_new.shape != expected or not query_fits:
+        raise ValueError(
+            f"the forward context writes {expected[:2]} rows of {heads}, got query {tuple(query.shape)}, keys "
+            f"{tuple(k_new.shape)} and values {tuple(v_new.shape)} (extra rows included)."
+        )
+
+
+@torch.library.custom_op(
+    "diffusers_ardiff::paged_write_attn", mutates_args=("key_pool", "value_pool"), schema=WRITE_ATTN_SCHEMA
+)
+def _write_attn_op(
+    query: torch.Tensor,
+    k_curr: torch.Tensor,
+    v_curr: torch.Tensor,
+    k_act: torch.Tensor | None,
+    v_act: torch.Tensor | None,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layer_index: torch.Tensor,
+    launch: torch.Tensor,
+    softmax_scale: float,
+) -> torch.Tensor:
+    inputs = PagedLayerInputs(key_pool, value_pool, slot_mapping, block_table, seq_lens, layer_index, launch)
+    plan = _plan_of(inputs)
+    backend = _choose(query, inputs, plan)
+    k_new = k_curr if k_act is None else torch.cat([k_curr, k_act], dim=1)
+    v_new = v_curr if v_act is None else torch.cat([v_curr, v_act], dim=1)
+    _check_rows(query, k_new, v_new, inputs)
+    write_rows(inputs, plan, k_new, v_new)
+    return backend.attend(query.to(key_pool.dtype), inputs, plan, softmax_scale).to(query.dtype)
+
+
+@_write_attn_op.register_fake
+def _write_attn_fake(query: torch.Tensor, *args: object) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("diffusers_ardiff::paged_attn", mutates_args=(), schema=ATTN_SCHEMA)
+def _attn_op(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layer_index: torch.Tensor,
+    launch: torch.Tensor,
+    softmax_scale: float,
+) -> torch.Tensor:
+    # Reads only, so there are no slots to write.
+    inputs = PagedLayerInputs(key_pool, value_pool, block_table[:, :0], block_table, seq_lens, layer_index, launch)
+    plan = _plan_of(inputs)
+    return _choose(query, inputs, plan).attend(query.to(key_pool.dtype), inputs, plan, softmax_scale).to(query.dtype)
+
+
+@_attn_op.register_fake
+def _attn_fake(query: torch.Tensor, *args: object) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def paged_write_attn(
+    inputs: PagedLayerInputs,
+    query: torch.Tensor,
+    k_curr: torch.Tensor,
+    v_curr: torch.Tensor,
+    k_act: torch.Tensor | None = None,
+    v_act: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """Write the new rows into the pools, then attend over everything visible to them.
+
+    Args:
+        inputs: this layer's tensors, from a prepared forward context.
+        query: (R, Lq, H, D), any number of query rows.
+        k_curr, v_curr: (R, L, H, D), rotated keys and values of the forward's tokens.
+        k_act, v_act: (R, A, H, D), rows that live for this forward only, if the context has extra rows.
+        softmax_scale: D ** -0.5 by default.
+
+    Returns: (R, Lq, H, D) in the query's dtype.
+
+    Raises:
+        ValueError: shapes differ from what the context announced, or no backend can do the call; before any write.
+    """
+    scale = softmax_scale if softmax_scale is not None else query.shape[-1] ** -0.5
+    return torch.ops.diffusers_ardiff.paged_write_attn(
+        query,
+        k_curr,
+        v_curr,
+        k_act,
+        v_act,
+        inputs.key_pool,
+        inputs.value_pool,
+        inputs.slot_mapping,
+        inputs.block_table,
+        inputs.seq_lens,
+        inputs.layer_index,
+        inputs.launch,
+        scale,
+    )
+
+
+def paged_attention(query: torch.Tensor, inputs: PagedLayerInputs, softmax_scale: float | None = None) -> torch.Tensor:
+    """Attend over the pages without writing.
+
+    Args:
+        query: (R, L, H, D), or (T, H, D) with T = R * L rows, row after row.
+        inputs: this layer's tensors, from a prepared forward context whose rows were written before.
+        softmax_scale: D ** -0.5 by default.
+
+    Returns: the query's shape and dtype.
+
+    Raises:
+        ValueError: the query has other dimensions, or T is not a multiple of R.
+    """
+    num_rows = inputs.seq_lens.shape[0]
+    if query.dim() not in (3, 4) or (query.dim() == 3 and query.shape[0] % num_rows):
+        raise ValueError(
+            f"query must be (rows, tokens, heads, head_dim) or (rows * tokens, heads, head_dim) with {num_rows} rows, "
+            f"got {tuple(query.shape)}."
+        )
+    rows = query if query.dim() == 4 else query.unflatten(0, (num_rows, -1))
+    scale = softmax_scale if softmax_scale is not None else query.shape[-1] ** -0.5
+    out = torch.ops.diffusers_ardiff.paged_attn(
+        rows,
+        inputs.key_pool,
+        inputs.value_pool,
+        inputs.block_table,
+        inputs.seq_lens,
+        inputs.layer_index,
+        inputs.launch,
+        scale,
+    )
+    return out.view_as(query)

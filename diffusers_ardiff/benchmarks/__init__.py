@@ -1,0 +1,7 @@
+"""Measurements of the package's parts, each beside its bare kernels in the same run."""
+
+from .op import OpCase, anchor_cases, measure_op, measure_write
+from .plot import plot_op
+from .timing import Timing, time_interleaved
+
+__all__ = ["OpCase", "Timing", "anchor_cases", "measure_op", "measure_write", "plot_op", "time_interleaved"]

@@ -1,0 +1,30 @@
+"""Paged K/V cache: window policy, page allocator, memory plan (integers only) and storage, sessions (tensors)."""
+
+from .allocator import OutOfPagesError, PageAllocator, PageRun
+from .manager import KVManager
+from .plan import KVShape, MemoryLimitError, MemoryPlan, SideState, plan_memory
+from .ring import ForwardSpan, RingGeometry, RingState, slot_of
+from .session import Branch, Session
+from .storage import KVStorage
+from .text import TextKV, TextLayerKV
+
+__all__ = [
+    "Branch",
+    "ForwardSpan",
+    "KVManager",
+    "KVShape",
+    "KVStorage",
+    "MemoryLimitError",
+    "MemoryPlan",
+    "OutOfPagesError",
+    "PageAllocator",
+    "PageRun",
+    "RingGeometry",
+    "RingState",
+    "Session",
+    "SideState",
+    "TextKV",
+    "TextLayerKV",
+    "plan_memory",
+    "slot_of",
+]

@@ -1,0 +1,109 @@
+"""The tensors: one K pool and one V pool a layer. Nothing else in the package allocates keys or values of video tokens.
+
+Shapes: a pool is (num_pages * page_size, num_heads, head_dim), its rows are slots. K and V of a layer are separate
+allocations, since two views of one tensor would cost a clone of the whole pool in compiled code.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .allocator import PageRun
+from .plan import KVShape
+from .ring import FlushMove
+
+StagingKey = tuple[int, str, int]
+"""(session id, branch name, history counter): which gathered window a staging row holds."""
+
+
+class StagingPools:
+    """Contiguous copies of fragmented branches' windows: one row of ``row_len`` tokens a branch, in every layer.
+
+    ``held[layer][row]`` is the key of the history gathered there last. While the key stays the same only the current
+    rows of a forward have to be restaged.
+    """
+
+    def __init__(self, like: list[torch.Tensor], *, num_rows: int, row_len: int) -> None:
+        size = (num_rows * row_len, *like[0].shape[1:])
+        self.row_len = row_len
+        self.key_pools = [torch.empty(size, dtype=pool.dtype, device=pool.device) for pool in like]
+        self.value_pools = [torch.empty(size, dtype=pool.dtype, device=pool.device) for pool in like]
+        self.held: list[list[StagingKey | None]] = [[None] * num_rows for _ in like]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for staging."""
+        return sum(pool.numel() * pool.element_size() for pool in (*self.key_pools, *self.value_pools))
+
+
+class KVStorage:
+    """K and V pools of all layers, uninitialised: lengths are exact, so unwritten slots are never read.
+
+    Args:
+        shape: layers, heads and head size.
+        num_pages, page_size: pool size.
+        dtype, device: of the pools; ``dtype`` is the K/V dtype, independent of the model's.
+        num_staging_rows, staging_len: staging for that many fragmented branches of that many tokens; 0: none.
+
+    Raises:
+        ValueError: ``dtype`` does not have ``shape.itemsize`` bytes.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_staging_rows: int = 0,
+        staging_len: int = 0,
+    ) -> None:
+        if dtype.itemsize != shape.itemsize:
+            raise ValueError(f"the plan counts {shape.itemsize} bytes an element, {dtype} has {dtype.itemsize}.")
+        self.shape = shape
+        self.page_size = page_size
+        self.num_pages = num_pages
+        size = (num_pages * page_size, shape.num_heads, shape.head_dim)
+        self.key_pools = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        self.value_pools = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        self.layer_indices = [torch.tensor(layer) for layer in range(shape.num_layers)]
+        self.staging: StagingPools | None = None
+        if num_staging_rows > 0:
+            self.staging = StagingPools(self.key_pools, num_rows=num_staging_rows, row_len=staging_len)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the pools."""
+        return self.key_pools[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the pools."""
+        return self.key_pools[0].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for pages and staging."""
+        staging = self.staging.num_bytes if self.staging is not None else 0
+        return staging + sum(pool.numel() * pool.element_size() for pool in (*self.key_pools, *self.value_pools))
+
+    def slots(self, storage_indices: torch.Tensor, run: PageRun) -> torch.Tensor:
+        """Pool rows (int64, CPU) of storage indices (int64, CPU) of a branch."""
+        table = torch.tensor(run.pages, dtype=torch.int64)
+        return table[storage_indices // self.page_size] * self.page_size + storage_indices % self.page_size
+
+    def move(self, run: PageRun, move: FlushMove) -> None:
+        """Copy tokens within a branch, in every layer; source and target may overlap."""
+        if not move.sources:
+            return
+        sources = self.slots(torch.tensor(move.sources), run).to(self.device)
+        targets = self.slots(torch.tensor(move.targets), run).to(self.device)
+        for pool in (*self.key_pools, *self.value_pools):
+            pool.index_copy_(0, targets, pool.index_select(0, sources))
+
+    def fill_(self, value: float) -> None:
+        """Overwrite every slot; tests poison unwritten slots with NaN."""
+        for pool in (*self.key_pools, *self.value_pools):
+            pool.fill_(value)

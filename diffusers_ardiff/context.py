@@ -1,0 +1,284 @@
+"""What one forward needs to know about the cache, built once on the host and shared by all layers.
+
+``PagedForwardContext`` claims its branches, turns ring arithmetic into a handful of small tensors, and says at the end
+whether the forward succeeded. Layers see only ``PagedLayerInputs``, a tuple of tensors: nothing in it that a compiled
+region would have to guard on changes between forwards, only values do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+
+from .cache.ring import ForwardSpan
+from .cache.session import Branch
+from .cache.storage import KVStorage, StagingKey, StagingPools
+from .transfer import upload
+
+
+class PagedLayerInputs(NamedTuple):
+    """Tensors that one layer's attention needs. R rows (branches), L tokens and A extra rows a row.
+
+    All but the pools and ``layer_index`` are shared by the layers of a forward.
+
+    Attributes:
+        key_pool, value_pool: (num_slots, num_heads, head_dim), this layer's pools.
+        slot_mapping: (R, L + A) int64, pool row of each new token, then of each extra row.
+        block_table: (R, pages a branch) int32, page ids in storage order.
+        seq_lens: (R,) int32, storage indices to read, extra rows included.
+        layer_index: () int64 on the CPU.
+        launch: (2,) int64 on the CPU: page size, and the handle of this forward's ``LaunchPlan`` (0: none).
+    """
+
+    key_pool: torch.Tensor
+    value_pool: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    layer_index: torch.Tensor
+    launch: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """Where the keys of one row lie, as host integers, so that no kernel launch has to read a device tensor.
+
+    ``base_slot`` is the first pool row of a contiguous run, None where the run is fragmented.
+    """
+
+    seq_len: int
+    base_slot: int | None
+    staging_row: int | None = None
+    staging_key: StagingKey | None = None
+    written_ranges: tuple[range, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LaunchPlan:
+    """Host-side facts of one forward, for the inside of the opaque op. Never changes what is computed, only how."""
+
+    page_size: int
+    rows: tuple[RowLayout, ...]
+    staging: StagingPools | None = None
+    backend: str | None = None
+
+
+_plans: weakref.WeakValueDictionary[int, LaunchPlan] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def register_launch_plan(plan: LaunchPlan) -> torch.Tensor:
+    """Give a plan a handle; returns the ``launch`` tensor. The plan lives as long as somebody holds it."""
+    handle = next(_handles)
+    _plans[handle] = plan
+    return torch.tensor([plan.page_size, handle], dtype=torch.int64)
+
+
+def find_launch_plan(handle: int) -> LaunchPlan | None:
+    """The plan behind a handle; None for handle 0.
+
+    Raises:
+        RuntimeError: the forward that the handle belongs to is over.
+    """
+    if handle == 0:
+        return None
+    plan = _plans.get(handle)
+    if plan is None:
+        raise RuntimeError("these layer inputs belong to a forward context that no longer exists. Prepare a new one.")
+    return plan
+
+
+class PagedForwardContext:
+    """One forward over one or several branches; all layers share it.
+
+    Args:
+        branches: the rows of the batch, all of one pool, each at most once.
+        num_tokens: L, new tokens a row.
+        start: position of the first token; None: each branch's committed end. See ``RingState.plan_forward``.
+        num_extra: A, rows a row that live for this forward only (action or state tokens).
+        backend: attention backend by name; None: chosen by capability.
+
+    Legality is checked here, before anything is written or claimed; ``prepare`` claims the branches. Use it as a
+    context manager (an exception marks the forward as failed), or call ``close`` or ``mark_committed`` yourself.
+
+    Raises:
+        ValueError: no or repeated branches, different pools, or an illegal forward.
+        RuntimeError: a branch is closed, stale, or has another forward open.
+    """
+
+    def __init__(
+        self,
+        branches: Sequence[Branch],
+        *,
+        num_tokens: int,
+        start: int | None = None,
+        num_extra: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        if not branches or len({id(branch) for branch in branches}) != len(branches):
+            raise ValueError(f"a forward takes one or more different branches, got {[b.name for b in branches]}.")
+        if len({id(branch.storage) for branch in branches}) != 1:
+            raise ValueError("the branches of one forward must live in one pool; open their sessions in one manager.")
+        for branch in branches:
+            branch.check_idle("a forward")
+        self.branches = tuple(branches)
+        self.num_tokens = num_tokens
+        self.num_extra = num_extra
+        self.spans: tuple[ForwardSpan, ...] = tuple(
+            branch.ring.plan_forward(num_tokens, num_extra, start) for branch in branches
+        )
+        self._backend = backend
+        self._plan: LaunchPlan | None = None
+        self._inputs: list[PagedLayerInputs] = []
+        self._open = False
+
+    @property
+    def storage(self) -> KVStorage:
+        """The pool that all branches of this forward live in."""
+        return self.branches[0].storage
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Absolute position of each row's first token."""
+        return tuple(span.start for span in self.spans)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the layer inputs exist."""
+        return bool(self._inputs)
+
+    def prepare(self) -> PagedForwardContext:
+        """Claim the branches and build the tensors, once; calling it again does nothing. Returns itself.
+
+        Raises:
+            RuntimeError: this forward is over, a branch is closed, open or stale, or has moved on since the context
+                was made.
+            ValueError: the forward is no longer legal.
+        """
+        if self._open:
+            return self
+        if self.is_prepared:
+            raise RuntimeError("this forward is over; a context serves one forward. Make a new one.")
+        self._check_up_to_date()
+        for branch, span in zip(self.branches, self.spans, strict=True):
+            branch.open_forward(span)
+        self._open = True
+        try:
+            self._build_inputs()
+        except BaseException:
+            self.close(succeeded=False)
+            raise
+        return self
+
+    def _check_up_to_date(self) -> None:
+        for branch, span in zip(self.branches, self.spans, strict=True):
+            branch.check_idle("a forward")
+            start = span.start if span.is_recache else None
+            if branch.ring.plan_forward(span.num_tokens, span.num_extra, start) != span:
+                raise RuntimeError(
+                    f"branch {branch.name!r} has moved on to position {branch.committed_tokens} since this context "
+                    f"was made for position {span.start}. Make a new one."
+                )
+
+    def _build_inputs(self) -> None:
+        storage = self.storage
+        self._plan = LaunchPlan(
+            page_size=storage.page_size,
+            rows=tuple(self._row_layout(b, s) for b, s in zip(self.branches, self.spans, strict=True)),
+            staging=storage.staging,
+            backend=self._backend,
+        )
+        slots = torch.stack(
+            [
+                storage.slots(torch.cat([torch.arange(r.start, r.stop) for r in row.written_ranges]), branch.run)
+                for row, branch in zip(self._plan.rows, self.branches, strict=True)
+            ]
+        )
+        tables = torch.tensor([branch.run.pages for branch in self.branches], dtype=torch.int32)
+        lengths = torch.tensor([row.seq_len for row in self._plan.rows], dtype=torch.int32)
+        slot_mapping, block_table, seq_lens = (upload(t, storage.device) for t in (slots, tables, lengths))
+        launch = register_launch_plan(self._plan)
+        self._inputs = [
+            PagedLayerInputs(keys, values, slot_mapping, block_table, seq_lens, layer_index, launch)
+            for keys, values, layer_index in zip(
+                storage.key_pools, storage.value_pools, storage.layer_indices, strict=True
+            )
+        ]
+
+    def _row_layout(self, branch: Branch, span: ForwardSpan) -> RowLayout:
+        run = branch.run
+        return RowLayout(
+            seq_len=span.seq_len,
+            base_slot=run.pages[0] * self.storage.page_size if run.is_contiguous else None,
+            staging_row=branch.staging_row,
+            staging_key=branch.staging_key if branch.staging_row is not None else None,
+            written_ranges=span.written_ranges(branch.ring.geometry),
+        )
+
+    def layer_inputs(self, layer: int) -> PagedLayerInputs:
+        """Tensors of one layer.
+
+        Raises:
+            RuntimeError: not prepared yet, over, or its session was closed.
+            IndexError: no such layer.
+        """
+        if not self.is_prepared:
+            raise RuntimeError("layer inputs are asked for before prepare(): call prepare() on the forward context.")
+        if not self._open or any(branch.closed for branch in self.branches):
+            raise RuntimeError("layer inputs are asked for after the end of their forward or session. Make a new one.")
+        if not 0 <= layer < len(self._inputs):
+            raise IndexError(f"layer {layer} does not exist; the pool has {len(self._inputs)} layers.")
+        return self._inputs[layer]
+
+    def layer_context(self, layer: int) -> PagedLayerContext:
+        """A handle on one layer of this forward."""
+        return PagedLayerContext(self, layer)
+
+    def close(self, *, succeeded: bool = True) -> None:
+        """End the forward; calling it again does nothing. Only a forward that succeeded can be committed."""
+        if not self._open:
+            return
+        self._open = False
+        for branch in self.branches:
+            branch.close_forward(succeeded=succeeded)
+
+    def mark_committed(self) -> None:
+        """End the forward as succeeded and advance every branch past it. No-op where nothing is pending.
+
+        Raises:
+            RuntimeError: not prepared, or a later forward has run on a branch since; no branch has advanced then.
+        """
+        if not self.is_prepared:
+            raise RuntimeError("this forward never ran: call prepare(), run the transformer, then mark_committed().")
+        self.close(succeeded=True)
+        for branch, span in zip(self.branches, self.spans, strict=True):
+            branch.check_commit(span)
+        for branch, span in zip(self.branches, self.spans, strict=True):
+            branch.commit(span)
+
+    def __enter__(self) -> PagedForwardContext:
+        return self.prepare()
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        self.close(succeeded=exc_type is None)
+
+
+class PagedLayerContext(NamedTuple):
+    """One layer of a forward context."""
+
+    forward: PagedForwardContext
+    layer: int
+
+    def to_layer_inputs(self) -> PagedLayerInputs:
+        """Tensors of this layer; see ``PagedForwardContext.layer_inputs``."""
+        return self.forward.layer_inputs(self.layer)
+
+
+def is_paged_context(value: Any) -> TypeGuard[PagedForwardContext | PagedLayerContext]:
+    """Whether ``value`` is a paged forward context or one layer of it."""
+    return isinstance(value, (PagedForwardContext, PagedLayerContext))

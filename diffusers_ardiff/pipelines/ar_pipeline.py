@@ -1,0 +1,341 @@
+"""``ARDiffusionPipeline``: autoregressive video generation with a plain diffusers Wan checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.video_processor import VideoProcessor
+from transformers import AutoTokenizer, UMT5EncoderModel
+
+from ..cache import KVManager, MemoryPlan
+from ..checkpoints import load_ar_checkpoint
+from ..processors import PagedAttachment
+from ..recipes import Recipe, load_recipe
+from .inputs import CacheOptions, CallArguments, check_size
+from .loading import check_model_folder, resolve_model
+from .memory import CachePlanner
+from .opening import check_call, open_stream
+from .output import ARDiffusionPipelineOutput
+from .rollout import LatentShape
+from .steps import StepNoise
+from .stream import ARStream, CallState, PromptSwitch, StepCallback
+from .text import PromptEncoding, default_text_len
+from .vae_stream import spatial_factor, temporal_factor
+
+DEFAULT_RECIPE = "self-forcing"
+
+
+class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin):
+    """Text, image and video to video, chunk by chunk through a paged K/V cache.
+
+        pipe = ARDiffusionPipeline.from_pretrained("tiny")
+        video = pipe("a red circle moving right", num_frames=81).frames[0]
+        for chunk in pipe.stream("a red circle moving right"):      # endless
+            show(chunk.frames)
+
+    Args:
+        tokenizer, text_encoder, vae, scheduler, transformer: as in ``WanPipeline``. The scheduler is kept for saving;
+            the few-step rule takes its timesteps from the recipe.
+        transformer_2: must be None; two-expert checkpoints are not supported.
+        recipe: how the checkpoint is sampled (name, mapping or ``Recipe``); part of the saved config. None:
+            "self-forcing".
+    """
+
+    model_cpu_offload_seq = "text_encoder->transformer->vae"  # type: ignore[assignment]
+    _callback_tensor_inputs: ClassVar[list[str]] = ["latents", "prompt_embeds", "negative_prompt_embeds"]
+    _optional_components = ["transformer", "transformer_2", "vae"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        tokenizer: AutoTokenizer,
+        text_encoder: UMT5EncoderModel,
+        vae: AutoencoderKLWan,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        transformer: WanTransformer3DModel | None = None,
+        transformer_2: WanTransformer3DModel | None = None,
+        recipe: dict[str, Any] | str | Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        if transformer_2 is not None:
+            raise ValueError(
+                "this checkpoint has two experts (transformer_2), which is not supported; use a single one."
+            )
+        self.register_modules(
+            tokenizer=tokenizer,
+            text_encoder=text_encoder,
+            vae=vae,
+            scheduler=scheduler,
+            transformer=transformer,
+            transformer_2=transformer_2,
+        )
+        self.register_to_config(recipe=load_recipe(recipe or DEFAULT_RECIPE).to_dict())
+        self.vae_scale_factor_spatial = spatial_factor(vae) if vae is not None else 8
+        self.vae_scale_factor_temporal = temporal_factor(vae) if vae is not None else 4
+        self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor_spatial)
+        self.call_state: CallState | None = None
+        self._attachment: PagedAttachment | None = None
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        recipe: str | Mapping[str, Any] | Recipe | None = None,
+        ar_checkpoint: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a diffusers folder or hub id of a Wan model, or a built-in model by name (``"tiny"``, no network).
+
+        Args:
+            pretrained_model_name_or_path: folder, hub id or ``"tiny"``.
+            recipe: replaces the saved recipe.
+            ar_checkpoint: original-layout weights (.pt, .safetensors) to load over the transformer; see
+                ``load_ar_checkpoint``.
+            **kwargs: as in ``DiffusionPipeline.from_pretrained`` (``dtype=``, components, ...).
+
+        Raises:
+            OSError: the folder is incomplete; the message says what is missing.
+            ValueError: unknown recipe, or a checkpoint that does not fit; nothing is half loaded.
+        """
+        path = resolve_model(pretrained_model_name_or_path)
+        check_model_folder(path, given=kwargs)
+        if recipe is not None:
+            kwargs["recipe"] = load_recipe(recipe).to_dict()
+        pipe = super().from_pretrained(path, **kwargs)
+        if ar_checkpoint is not None:
+            load_ar_checkpoint(pipe.transformer, ar_checkpoint)
+        return pipe
+
+    @property
+    def recipe(self) -> Recipe:
+        """How this checkpoint is sampled; saved with the pipeline."""
+        return load_recipe(self.config["recipe"])
+
+    # -- per-call state, as diffusers users know it --------------------------------------------------------------
+
+    @property
+    def guidance_scale(self) -> float | None:
+        """Guidance scale of the running call (of the finished one, after it)."""
+        return self.call_state.guidance_scale if self.call_state is not None else None
+
+    @property
+    def num_timesteps(self) -> int:
+        """Denoise steps of the running call (of the finished one, after it), all chunks together; 0: endless."""
+        return self.call_state.num_timesteps if self.call_state is not None else 0
+
+    @property
+    def interrupt(self) -> bool:
+        """Whether the running call was asked to stop after its current step."""
+        return self.call_state is not None and self.call_state.interrupted
+
+    # The names that diffusers callbacks write to.
+
+    @property
+    def _guidance_scale(self) -> float | None:
+        return self.guidance_scale
+
+    @_guidance_scale.setter
+    def _guidance_scale(self, value: float) -> None:
+        if self.call_state is not None:
+            self.call_state.guidance_scale = value
+
+    @property
+    def _interrupt(self) -> bool:
+        return self.interrupt
+
+    @_interrupt.setter
+    def _interrupt(self, value: bool) -> None:
+        if self.call_state is not None:
+            self.call_state.interrupted = value
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def plan_memory(self, height: int | None = None, width: int | None = None, **call: Any) -> MemoryPlan:
+        """Bytes that a call would allocate, before anything is.
+
+        Args:
+            height, width: pixels; None: the recipe's.
+            **call: ``num_videos``, ``guided``, ``recipe``, ``text_len``, ``decode``, ``cache`` (``CacheOptions``).
+
+        Raises:
+            ValueError: bad size.
+            MemoryLimitError: more than ``CacheOptions.limit_bytes``.
+        """
+        return self.plan_cache(height, width, **call).plan()
+
+    def create_cache(self, height: int | None = None, width: int | None = None, **call: Any) -> KVManager:
+        """Allocate a pool for ``num_videos`` videos at a time, to share between streams (``cache=`` of a call).
+
+        Takes the arguments of ``plan_memory`` and raises like it.
+        """
+        return self.plan_cache(height, width, **call).build()
+
+    def plan_cache(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        *,
+        recipe: Recipe | None = None,
+        num_videos: int = 1,
+        guided: bool = False,
+        text_len: int | None = None,
+        decode: bool = True,
+        cache: CacheOptions | None = None,
+    ) -> CachePlanner:
+        """The planner behind ``plan_memory`` and ``create_cache``: page size, ring geometry, bytes."""
+        recipe = recipe if recipe is not None else self.recipe
+        height = recipe.height if height is None else height
+        width = recipe.width if width is None else width
+        options = cache or CacheOptions()
+        factor = self.vae_scale_factor_spatial
+        geometry = self.paged_attachment(options.backend).geometry
+        check_size(height, width, factor * geometry.patch_size[1], factor * geometry.patch_size[2])
+        return CachePlanner(
+            geometry=geometry,
+            model_dtype=self.transformer.dtype,
+            recipe=recipe,
+            shape=LatentShape(
+                num_videos=num_videos,
+                channels=self.transformer.config["in_channels"],
+                height=height // factor,
+                width=width // factor,
+            ),
+            guided=guided,
+            text_len=default_text_len(self.tokenizer) if text_len is None else text_len,
+            vae=self.vae if decode else None,
+            options=options,
+            device=self._execution_device,
+        )
+
+    def paged_attachment(self, backend: str | None = None) -> PagedAttachment:
+        """The paged processors of the transformer, the same objects every time, so that compiled code stays valid."""
+        known = self._attachment
+        if known is None or known.transformer is not self.transformer or known.backend != backend:
+            self._attachment = known = PagedAttachment(self.transformer, backend=backend)
+        return known
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def stream(
+        self, prompt: str | list[str] | None = None, negative_prompt: str | list[str] | None = None, **arguments: Any
+    ) -> ARStream:
+        """Generate chunk by chunk, endless unless ``num_frames`` is given.
+
+        Takes the arguments of a call (``return_dict`` excepted), with ``num_frames=None`` by default. Each chunk is an
+        ``ARChunk``; the first is ready before the second begins. Close the stream, or leave its ``with`` block, to get
+        all memory back.
+
+        Raises:
+            ValueError, TypeError, MemoryLimitError: a bad argument, before anything is allocated.
+        """
+        call = check_call(self, CallArguments(prompt=prompt, negative_prompt=negative_prompt, **arguments))
+        return open_stream(self, call)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        negative_prompt: str | list[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        guidance_scale: float | None = None,
+        num_videos_per_prompt: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: torch.Tensor | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        output_type: str = "np",
+        return_dict: bool = True,
+        callback_on_step_end: StepCallback | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+        max_sequence_length: int | None = None,
+        *,
+        image: Any = None,
+        video: Any = None,
+        context_latents: torch.Tensor | None = None,
+        recipe: str | Mapping[str, Any] | Recipe | None = None,
+        prompt_schedule: Sequence[PromptSwitch] = (),
+        step_noise: StepNoise | None = None,
+        cache: CacheOptions | KVManager | None = None,
+    ) -> ARDiffusionPipelineOutput | tuple[Any]:
+        """Generate whole videos.
+
+        Args:
+            prompt, negative_prompt: one text or a list; or their ``*_embeds`` (prompts, text_len, text_dim).
+            height, width, num_frames: pixels and pixel frames; None: the recipe's. Any number of frames: whole chunks
+                are generated and exactly ``num_frames`` returned, a given image or video included.
+            guidance_scale: above 1.0 a second branch runs the negative prompt; None: the recipe's.
+            num_videos_per_prompt: videos a prompt.
+            generator: one for all videos, or a list with one each, which gives the videos of single calls.
+            latents: initial noise (videos, channels, generated latent frames, height, width).
+            output_type: "np", "pt", "pil" or "latent"; see ``ARDiffusionPipelineOutput``.
+            return_dict: False returns a tuple.
+            callback_on_step_end: called as (pipeline, step, timestep, tensors) after each denoise step, counted over
+                all chunks; ``latents`` are the current chunk's. What it returns replaces the tensors. A diffusers
+                ``PipelineCallback`` names its tensors itself.
+            callback_on_step_end_tensor_inputs: any of "latents", "prompt_embeds", "negative_prompt_embeds".
+            max_sequence_length: rows of the prompt embeddings; None: the tokenizer's limit, at most 512.
+            image: first frame; committed alone before the first chunk.
+            video: frames to continue, 1 + 4 * n of them; committed chunk by chunk.
+            context_latents: the same as normalised latents (videos or 1, channels, frames, height, width).
+            recipe: replaces the pipeline's recipe for this call.
+            prompt_schedule: prompt changes on the way.
+            step_noise: noise of each step instead of drawn one, for reproducible runs; see ``StepNoise``.
+            cache: ``CacheOptions``, or a pool from ``create_cache`` to share.
+
+        Raises:
+            ValueError, TypeError, MemoryLimitError: a bad argument, before anything is allocated.
+        """
+        chosen = load_recipe(recipe if recipe is not None else self.recipe)
+        call = check_call(
+            self,
+            CallArguments(
+                prompt=prompt,
+                negative_prompt=negative_prompt,
+                prompt_embeds=prompt_embeds,
+                negative_prompt_embeds=negative_prompt_embeds,
+                max_sequence_length=max_sequence_length,
+                image=image,
+                video=video,
+                context_latents=context_latents,
+                height=height,
+                width=width,
+                num_frames=chosen.num_frames if num_frames is None else num_frames,
+                num_videos_per_prompt=num_videos_per_prompt,
+                recipe=chosen,
+                guidance_scale=guidance_scale,
+                generator=generator,
+                latents=latents,
+                step_noise=step_noise,
+                prompt_schedule=prompt_schedule,
+                output_type=output_type,
+                cache=cache,
+                callback_on_step_end=callback_on_step_end,
+                callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+            ),
+        )
+        with self.progress_bar(total=call.num_steps) as bar, open_stream(self, call, on_step=bar.update) as stream:
+            frames = join_frames([chunk.frames for chunk in stream], output_type)
+        return ARDiffusionPipelineOutput(frames=frames) if return_dict else (frames,)
+
+
+def join_frames(chunks: list[Any], output_type: str) -> Any:
+    """Join the frames of consecutive chunks along time; bit by bit what the chunks held."""
+    if output_type == "pil":
+        return [[image for chunk in chunks for image in chunk[video]] for video in range(len(chunks[0]))]
+    if output_type == "np":
+        return np.concatenate(chunks, axis=1)
+    return torch.cat(chunks, dim=2 if output_type == "latent" else 1)

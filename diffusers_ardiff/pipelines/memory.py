@@ -1,0 +1,158 @@
+"""From a call's arguments to its K/V pool: page size, ring geometry, memory plan, manager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..attention import AttentionRequest, choose_page_size, get_backend, select_backend, supported_kernel_block_sizes
+from ..cache import KVManager, KVShape, MemoryPlan, RingGeometry, SideState, plan_memory
+from ..processors import TransformerGeometry
+from ..recipes import Recipe
+from .inputs import CacheOptions
+from .rollout import LatentShape, kept_frames, ring_geometry
+from .vae_stream import decode_state_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlanner:
+    """Everything about a call that decides what will be allocated for it.
+
+    Args:
+        geometry: of the transformer.
+        model_dtype: dtype of the transformer, and so of its text K/V.
+        recipe: window in frames.
+        shape: latent shape; its ``num_videos`` is the number of sessions.
+        guided: whether there is a negative branch.
+        text_len: rows of the prompt embeddings.
+        vae: decoder whose streaming state counts, None where nothing is decoded.
+        options: page size, K/V dtype, backend, limit.
+        device: where the pool will live.
+    """
+
+    geometry: TransformerGeometry
+    model_dtype: torch.dtype
+    recipe: Recipe
+    shape: LatentShape
+    guided: bool
+    text_len: int
+    vae: Any
+    options: CacheOptions
+    device: torch.device
+
+    @property
+    def num_branches(self) -> int:
+        """Branches a session."""
+        return 2 if self.guided else 1
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Dtype of the pool."""
+        return self.options.kv_dtype or self.model_dtype
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """Layers, heads, head size and bytes an element."""
+        return self.geometry.kv_shape(self.kv_dtype)
+
+    @property
+    def tokens_per_frame(self) -> int:
+        """C, tokens of one latent frame."""
+        return self.geometry.tokens_per_frame(self.shape.height, self.shape.width)
+
+    def page_size(self) -> int:
+        """Slots a page: what is asked for, or what the attention backend accepts; never derived from the frame.
+
+        Raises:
+            ValueError: the backend accepts no such page size; the message names the frame and the sizes.
+        """
+        supported = supported_kernel_block_sizes(self.options.backend or self._backend(16))
+        asked = self.options.page_size
+        frame = (
+            f"latent frames of {self.shape.height}x{self.shape.width} have {self.tokens_per_frame} tokens (any number "
+            f"works); the attention backend accepts pages of {supported or 'no size at all'}"
+        )
+        if not supported or (asked is not None and asked not in supported):
+            raise ValueError(f"page_size={asked} can't be used: {frame}.")
+        return asked if asked is not None else choose_page_size(supported)
+
+    def _backend(self, page_size: int) -> str:
+        request = AttentionRequest(
+            device_type=self.device.type,
+            dtype=self.kv_dtype,
+            head_dim=self.geometry.head_dim,
+            page_size=page_size,
+            is_hip=self.device.type == "cuda" and torch.version.hip is not None,
+        )
+        return select_backend(request, self.options.backend).name
+
+    def ring(self) -> RingGeometry:
+        """Window of one branch in tokens. Raises ValueError: a page size no backend accepts."""
+        if self.options.backend is not None:
+            get_backend(self.options.backend)
+        page_size = self.page_size()
+        self._backend(page_size)
+        return ring_geometry(self.recipe, self.tokens_per_frame, page_size)
+
+    def side_state(self) -> SideState:
+        """Bytes of one session that are not pages."""
+        geometry, shape = self.geometry, self.shape
+        row_bytes = geometry.num_heads * geometry.head_dim * self.model_dtype.itemsize
+        return SideState(
+            text_bytes=2 * geometry.num_layers * self.num_branches * self.text_len * row_bytes,
+            vae_state_bytes=0
+            if self.vae is None
+            else decode_state_bytes(self.vae, 1, shape.height, shape.width, self.vae.dtype),
+            latent_bytes=kept_frames(self.recipe) * shape.channels * shape.height * shape.width * 4,
+        )
+
+    def plan(self) -> MemoryPlan:
+        """What the call's sessions will allocate.
+
+        Raises:
+            MemoryLimitError: more than ``options.limit_bytes``.
+        """
+        plan = plan_memory(
+            self.ring(),
+            self.kv_shape,
+            num_sessions=self.shape.num_videos,
+            num_branches=self.num_branches,
+            side_state=self.side_state(),
+            fragmented=self.options.shuffle_seed is not None,
+        )
+        plan.check_limit(self.options.limit_bytes)
+        return plan
+
+    def build(self) -> KVManager:
+        """Allocate the pool. Raises like ``plan``."""
+        return KVManager(
+            self.ring(),
+            self.kv_shape,
+            max_sessions=self.shape.num_videos,
+            branches_per_session=self.num_branches,
+            dtype=self.kv_dtype,
+            device=self.device,
+            limit_bytes=self.options.limit_bytes,
+            side_state=self.side_state(),
+            shuffle_seed=self.options.shuffle_seed,
+        )
+
+    def check_manager(self, manager: KVManager) -> None:
+        """Raise ValueError unless sessions of this call fit into a given pool as it is laid out."""
+        ring = self.ring()
+        have = manager.geometry
+        same_window = (ring.sink_tokens, ring.window_tokens, ring.full_history) == (
+            have.sink_tokens,
+            have.window_tokens,
+            have.full_history,
+        )
+        storage = manager.storage
+        same_place = storage.dtype == self.kv_dtype and storage.device.type == self.device.type
+        if not same_window or not same_place or storage.shape != self.kv_shape:
+            raise ValueError(
+                f"the given cache holds {have} of {storage.shape} in {storage.dtype} on {storage.device}; this call needs "
+                f"{ring} of {self.kv_shape} in {self.kv_dtype} on {self.device}. Make it with pipe.create_cache(...) and the same size, "
+                "recipe and dtype."
+            )

@@ -1,0 +1,258 @@
+"""One autoregressive rollout in latent space: sessions, forwards, commits, window changes. Knows no text and no VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..cache import KVManager, RingGeometry, Session, TextKV
+from ..context import PagedForwardContext
+from ..processors import PagedAttachment, TransformerGeometry
+from ..recipes import Recipe
+from ..rope import Rotary, VideoRope
+
+POSITIVE, NEGATIVE = "positive", "negative"
+_CACHE_CONTEXT = {POSITIVE: "cond", NEGATIVE: "uncond"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Shape of one latent frame of a rollout."""
+
+    num_videos: int
+    channels: int
+    height: int
+    width: int
+
+    def chunk(self, num_frames: int) -> tuple[int, int, int, int, int]:
+        """(videos, channels, frames, height, width) of a chunk."""
+        return (self.num_videos, self.channels, num_frames, self.height, self.width)
+
+
+def ring_geometry(recipe: Recipe, tokens_per_frame: int, page_size: int) -> RingGeometry:
+    """The recipe's window in tokens of this frame size."""
+    sink = recipe.num_sink_frames
+    if recipe.num_window_frames is not None:
+        window = recipe.num_window_frames
+    else:
+        window = (recipe.max_latent_frames or 0) - sink
+    return RingGeometry(
+        sink_tokens=sink * tokens_per_frame,
+        window_tokens=window * tokens_per_frame,
+        page_size=page_size,
+        full_history=recipe.num_window_frames is None,
+    )
+
+
+def kept_frames(recipe: Recipe) -> int:
+    """Latent frames that can be visible at once, S + W; as many clean latents are kept for a recache."""
+    if recipe.num_window_frames is None:
+        return recipe.max_latent_frames or 0
+    return recipe.num_sink_frames + recipe.num_window_frames
+
+
+class Rollout:
+    """The latent state of a batch of videos: one session a video, all of them rows of each forward.
+
+    Args:
+        attachment: paged processors of the transformer; attached here for the length of each forward only.
+        manager: pool to open the sessions in.
+        recipe: chunk, window, steps.
+        shape: latent shape.
+        guided: keep a negative branch for classifier-free guidance.
+        device: where the transformer runs.
+    """
+
+    def __init__(
+        self,
+        attachment: PagedAttachment,
+        manager: KVManager,
+        recipe: Recipe,
+        shape: LatentShape,
+        *,
+        guided: bool,
+        device: torch.device,
+    ) -> None:
+        self.recipe = recipe
+        self.shape = shape
+        self.device = device
+        self.branch_names = (POSITIVE, NEGATIVE) if guided else (POSITIVE,)
+        self.num_latent_frames = 0
+        self._attachment = attachment
+        self._transformer = attachment.transformer
+        self._geometry: TransformerGeometry = attachment.geometry
+        self._rope = VideoRope(head_dim=self._geometry.head_dim)
+        # Text K/V are bound in every forward; the host only needs a row to run its text embedder on.
+        self._text_stub = torch.zeros(
+            shape.num_videos, 1, self._transformer.config["text_dim"], dtype=self._transformer.dtype, device=device
+        )
+        self._text: dict[str, TextKV] = {}
+        self._recent = torch.zeros(shape.chunk(0), device=device)
+        self._uncommitted: torch.Tensor | None = None
+        self._rotary: tuple[tuple[int, int], Rotary] | None = None
+        self.sessions: list[Session] = []
+        try:
+            for _ in range(shape.num_videos):
+                self.sessions.append(manager.open_session(self.branch_names))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tokens_per_frame(self) -> int:
+        """C, tokens of one latent frame."""
+        return self._geometry.tokens_per_frame(self.shape.height, self.shape.width)
+
+    @property
+    def recent_latents(self) -> torch.Tensor:
+        """Clean latents (videos, channels, frames, height, width) of the last S + W committed frames."""
+        return self._recent
+
+    # -- text ----------------------------------------------------------------------------------------------------
+
+    def compute_text(self, embeds: Mapping[str, torch.Tensor]) -> dict[str, TextKV]:
+        """Text K/V of each branch from (videos, text_len, text_dim) embeddings; nothing is stored yet.
+
+        Raises:
+            ValueError: not one row a video.
+        """
+        for name, value in embeds.items():
+            if value.shape[0] != self.shape.num_videos:
+                raise ValueError(
+                    f"the {name} prompt embeddings have {value.shape[0]} rows for {self.shape.num_videos} videos; give "
+                    "one each."
+                )
+        return {name: self._attachment.compute_text_kv(value.to(self.device)) for name, value in embeds.items()}
+
+    def set_text(self, text: Mapping[str, TextKV]) -> None:
+        """Replace the text of the branches named; self K/V stay as they are.
+
+        Raises:
+            KeyError: unknown branch.
+        """
+        rows = {name: [session.branch(name) for session in self.sessions] for name in text}
+        for name, value in text.items():
+            self._text[name] = value
+            for index, branch in enumerate(rows[name]):
+                branch.text = value.row(index)
+
+    def clear_text(self) -> None:
+        """Forget the prompt; the next forward needs another one first."""
+        self._text.clear()
+        for session in self.sessions:
+            for branch in session.branches:
+                branch.text = None
+
+    # -- forwards ------------------------------------------------------------------------------------------------
+
+    def predict(self, latents: torch.Tensor, timestep: float, guidance_scale: float) -> torch.Tensor:
+        """One denoise step's velocity for the next chunk; writes its K/V, advances nothing.
+
+        Args:
+            latents: (videos, channels, frames, height, width) noisy chunk.
+            timestep: of all its frames, in [0, 1000].
+            guidance_scale: weight of the positive branch; the negative one runs only where there is one and the
+                scale is above 1.0.
+        """
+        positive = self._forward(POSITIVE, latents, timestep)
+        if NEGATIVE not in self.branch_names or guidance_scale <= 1.0:
+            return positive
+        negative = self._forward(NEGATIVE, latents, timestep)
+        return negative + guidance_scale * (positive - negative)
+
+    def hold(self, clean_latents: torch.Tensor) -> None:
+        """Take a finished chunk; its commit forward runs later, by ``commit_held``."""
+        self.commit_held()
+        # A copy: the caller hands the chunk out, and what users do to it must not reach the history.
+        self._uncommitted = clean_latents.to(self.device, torch.float32, copy=True)
+        self.num_latent_frames += clean_latents.shape[2]
+
+    def commit_held(self) -> None:
+        """Run the clean forward of the chunk held, if there is one, in every branch, then advance all of them."""
+        if self._uncommitted is None:
+            return
+        latents = self._uncommitted
+        for name in self.branch_names:
+            self._forward(name, latents, self.recipe.commit_timestep)
+        for session in self.sessions:
+            session.commit()
+        self._recent = torch.cat([self._recent, latents], dim=2)[:, :, -kept_frames(self.recipe) :].clone()
+        self._uncommitted = None
+
+    def recache(self, text: Mapping[str, TextKV]) -> None:
+        """Rewrite the window's keys under a new text, then keep that text. No-op on an empty history.
+
+        Raises whatever the forward raises; the branch is then stale until the same recache succeeds.
+        """
+        self.commit_held()
+        for name, value in text.items():
+            span = self.sessions[0].branch(name).ring.recache_span()
+            if span is not None:
+                num_frames = span[1] // self.tokens_per_frame
+                latents = self._recent[:, :, self._recent.shape[2] - num_frames :]
+                self._forward(name, latents, self.recipe.commit_timestep, start=span[0], text=value)
+        self.set_text(text)
+
+    def flush(self, num_frames: int) -> None:
+        """Keep the sink and the last ``num_frames`` latent frames of history; positions go on."""
+        self.commit_held()
+        for session in self.sessions:
+            session.flush(num_frames * self.tokens_per_frame)
+
+    def reset(self) -> None:
+        """Start over at frame 0 with an empty history; the text stays."""
+        self._uncommitted = None
+        self.num_latent_frames = 0
+        self._recent = self._recent[:, :, :0]
+        for session in self.sessions:
+            session.reset(keep_text=True)
+
+    def close(self) -> None:
+        """Give all pages back; calling it again does nothing."""
+        self._uncommitted = self._rotary = None
+        self._text.clear()
+        self._recent, self._text_stub = self._recent.new_empty(0), self._text_stub.new_empty(0)
+        for session in self.sessions:
+            session.close()
+        # A closed session still knows its pool; a stream that somebody keeps must not keep the pool.
+        self.sessions.clear()
+
+    def _forward(
+        self,
+        branch_name: str,
+        latents: torch.Tensor,
+        timestep: float,
+        *,
+        start: int | None = None,
+        text: TextKV | None = None,
+    ) -> torch.Tensor:
+        if not self.sessions:
+            raise RuntimeError("this rollout is closed; start a new one.")
+        branches = [session.branch(branch_name) for session in self.sessions]
+        text = text or self._text.get(branch_name)
+        if text is None:
+            raise RuntimeError(f"branch {branch_name!r} has no prompt; set one before the next chunk.")
+        num_tokens = latents.shape[2] * self.tokens_per_frame
+        forward = PagedForwardContext(branches, num_tokens=num_tokens, start=start, backend=self._attachment.backend)
+        rotary = self._rotary_for(forward.starts[0] // self.tokens_per_frame, latents.shape[2])
+        transformer, stub = self._transformer, self._text_stub
+        cache_context = transformer.cache_context(_CACHE_CONTEXT[branch_name])
+        with self._attachment, forward, self._attachment.bind(forward, rotary, text), cache_context:
+            return transformer(
+                hidden_states=latents.to(stub.dtype),
+                timestep=torch.full((latents.shape[0],), timestep, device=self.device),
+                encoder_hidden_states=stub,
+                return_dict=False,
+            )[0]
+
+    def _rotary_for(self, start_frame: int, num_frames: int) -> Rotary:
+        """Angles of these frames, computed once a chunk."""
+        key = (start_frame, num_frames)
+        if self._rotary is None or self._rotary[0] != key:
+            _, patch_height, patch_width = self._geometry.patch_size
+            positions = [range(start_frame, start_frame + num_frames)]
+            grid = (self.shape.height // patch_height, self.shape.width // patch_width)
+            self._rotary = (key, self._rope([list(p) for p in positions], *grid, device=self.device))
+        return self._rotary[1]

@@ -1,0 +1,65 @@
+"""Rotary angles of video tokens at absolute frame positions, without a table that ends.
+
+The host's own module slices a table of 1024 positions and always starts at frame 0. Here the angles of the frames asked
+for are computed in float64 on the host, once per chunk; cosine and sine are stored in float32, which stays within 1e-6
+of float64 at any position (float32 angles are off by 5e-5 at frame 5000).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .transfer import upload
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""(cos, sin), each (rows, tokens, 1, head_dim) float32, every angle twice in a row (interleaved pairs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoRope:
+    """Three-axis rotary embedding as Wan lays it out: head_dim = time + height + width parts.
+
+    Height and width take ``2 * (head_dim // 6)`` each, time the rest (Wan 2.1: 44 / 42 / 42 of 128).
+    """
+
+    head_dim: int
+    theta: float = 10000.0
+
+    def __call__(
+        self, frame_positions: Sequence[Sequence[int]], height: int, width: int, device: torch.device | str = "cpu"
+    ) -> Rotary:
+        """Cosine and sine for tokens in frame-major order.
+
+        Args:
+            frame_positions: for each row, the absolute latent frame of each frame of the forward.
+            height, width: patch grid of a frame, in tokens.
+            device: where the result goes.
+        """
+        spatial = 2 * (self.head_dim // 6)
+        times = torch.tensor(frame_positions, dtype=torch.float64)
+        time = self._angles(times, self.head_dim - 2 * spatial)[:, :, None, None]
+        column = self._angles(torch.arange(height, dtype=torch.float64), spatial)[None, None, :, None]
+        row = self._angles(torch.arange(width, dtype=torch.float64), spatial)[None, None, None]
+        grid = (*times.shape, height, width, -1)
+
+        def table(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            parts = [function(part).float().repeat_interleave(2, dim=-1).expand(grid) for part in (time, column, row)]
+            return upload(torch.cat(parts, dim=-1).flatten(1, 3)[:, :, None], device)
+
+        return table(torch.cos), table(torch.sin)
+
+    def _angles(self, positions: torch.Tensor, dim: int) -> torch.Tensor:
+        """positions x inverse frequencies theta^(-2i/dim): (..., dim / 2) float64."""
+        inverse = self.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        return positions[..., None] * inverse
+
+
+def apply_rotary(hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate (rows, tokens, heads, head_dim) by interleaved pairs; computed in the angles' dtype, returned in the input's."""
+    even, odd = hidden_states.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    return rotated.flatten(-2).type_as(hidden_states)

@@ -1,0 +1,93 @@
+"""Captions of scenes, and the word-level tokenizer that reads them."""
+
+import random
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from .shapes import COLORS, KINDS, Scenes
+
+MAX_TOKENS = 24
+DIRECTIONS = ("right", "down", "left", "up")
+_ARTICLES = ("a", "a", "a", "one", "the", "")
+_MOTIONS = ("moving", "moving", "going", "drifting", "flying")
+_UNKNOWN = ("shiny", "small", "bright", "plain")  # not in the vocabulary: they teach the model to skip <unk>
+_OPENINGS = ("", "", "", "a video of ", "there is ", "an animation of ")
+_ENDINGS = ("", "", "", ".", " on a black background")
+_EXTRA_WORDS = (
+    "and with next to beside of is there video animation an on in black dark background moves slowly towards "
+    "the shape shapes two three"
+)
+
+
+def vocabulary() -> list[str]:
+    """All known tokens, special ones first; the index of a token is its id."""
+    words = {*COLORS, *KINDS, *DIRECTIONS, *_ARTICLES, *_MOTIONS, *_EXTRA_WORDS.split(), ".", ","} - {""}
+    return ["<pad>", "</s>", "<unk>", *sorted(words)]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A lower-casing word-level tokenizer that splits off punctuation and ends every text with `</s>`."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary())}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=MAX_TOKENS,
+        padding_side="right",
+    )
+
+
+def join(phrases: Sequence[str], rng: random.Random) -> str:
+    """Joins one to three noun phrases in one of several ways."""
+    if len(phrases) == 1:
+        return phrases[0]
+    if len(phrases) == 2:
+        return phrases[0] + rng.choice([" and ", " and ", ", ", " with ", " next to ", " beside "]) + phrases[1]
+    middle, last = rng.choice([(", ", " and "), (", ", ", and "), (", ", ", "), (" and ", " and "), (" ", " and ")])
+    return phrases[0] + middle + phrases[1] + last + phrases[2]
+
+
+def noun_phrase(color: str, kind: str, direction: str | None, rng: random.Random) -> str:
+    """For example "a red circle moving right"; `direction` None leaves the motion out."""
+    words = [rng.choice(_ARTICLES), rng.choice(_UNKNOWN) if rng.random() < 0.05 else "", color, kind]
+    if direction is not None:
+        words += [rng.choice(_MOTIONS), direction]
+    return " ".join(word for word in words if word)
+
+
+def caption_scenes(scenes: Scenes, rng: random.Random, empty_share: float = 0.05) -> list[str]:
+    """One caption a scene: shapes in any order, each with or without the direction it has in the first frame.
+
+    A share of `empty_share` is empty, so that the model also knows what "no prompt" means.
+    """
+    colors, kinds, present = scenes.colors.tolist(), scenes.kinds.tolist(), scenes.present.tolist()
+    captions = []
+    for row, motion in enumerate(scenes.velocity.tolist()):
+        slots = [slot for slot, here in enumerate(present[row]) if here]
+        rng.shuffle(slots)
+        phrases = [
+            noun_phrase(
+                COLORS[colors[row][slot]],
+                KINDS[kinds[row][slot]],
+                direction_word(*motion[slot]) if rng.random() < 0.5 else None,
+                rng,
+            )
+            for slot in slots
+        ]
+        ending = rng.choice(_ENDINGS) if len(phrases) < 3 else rng.choice(("", "."))
+        text = rng.choice(_OPENINGS) + join(phrases, rng) + ending
+        captions.append("" if rng.random() < empty_share else text)
+    return captions
+
+
+def direction_word(x: float, y: float) -> str:
+    """The main direction of a velocity (x right, y down)."""
+    if abs(x) >= abs(y):
+        return "right" if x > 0 else "left"
+    return "down" if y > 0 else "up"

@@ -1,0 +1,144 @@
+"""Scenes of one to three coloured shapes, rendered in batches on any device.
+
+Shapes move at constant speed, bounce off the walls and off each other (each reflects about the contact normal and
+keeps its own speed), so they hardly overlap and every colour stays visible. Lengths are pixels, times are frames,
+colours are RGB in [-1, 1]. `x` grows to the right, `y` grows downwards.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+SIZE = 64
+FPS = 16
+MAX_SHAPES = 3
+BACKGROUND = -0.85
+_ON, _OFF = 0.9, -0.8
+PALETTE: dict[str, tuple[float, float, float]] = {
+    "red": (_ON, _OFF, _OFF),
+    "green": (_OFF, _ON, _OFF),
+    "blue": (_OFF, _OFF, _ON),
+    "yellow": (_ON, _ON, _OFF),
+    "magenta": (_ON, _OFF, _ON),
+    "cyan": (_OFF, _ON, _ON),
+}
+COLORS: tuple[str, ...] = tuple(PALETTE)
+KINDS: tuple[str, ...] = ("circle", "square", "triangle")
+# Never rendered for training; the scorer asks for them. Every colour and every kind is still seen otherwise.
+HELD_OUT: frozenset[tuple[str, str]] = frozenset({("red", "triangle"), ("blue", "circle"), ("yellow", "square")})
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """First frames of N scenes with S = 3 slots each; slots that are not `present` are empty.
+
+    colors, kinds: (N, S) indices into `COLORS` and `KINDS`; present: (N, S) bool; radius: (N, S) pixels;
+    position: (N, S, 2) pixels; velocity: (N, S, 2) pixels per frame.
+    """
+
+    colors: torch.Tensor
+    kinds: torch.Tensor
+    present: torch.Tensor
+    radius: torch.Tensor
+    position: torch.Tensor
+    velocity: torch.Tensor
+
+    def select(self, rows: torch.Tensor) -> "Scenes":
+        """The scenes at `rows`."""
+        return Scenes(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
+
+
+def training_pairs() -> torch.Tensor:
+    """Which (colour, kind) pairs training may show, as a (colours, kinds) float table of ones and zeros."""
+    return torch.tensor([[float((color, kind) not in HELD_OUT) for kind in KINDS] for color in COLORS])
+
+
+def sample_scenes(count: int, generator: torch.Generator, pairs: torch.Tensor | None = None) -> Scenes:
+    """Draws scenes on the generator's device, with (colour, kind) pairs weighted by `pairs` (default: training)."""
+    device = generator.device
+    pairs = (training_pairs() if pairs is None else pairs).to(device)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(count, *shape, generator=generator, device=device)
+
+    colors = uniform(len(COLORS)).argsort(dim=1)[:, :MAX_SHAPES]
+    kinds = torch.multinomial(pairs[colors].flatten(0, 1), 1, generator=generator).view(count, MAX_SHAPES)
+    number = 1 + (uniform(1) > 0.25).long() + (uniform(1) > 0.5).long()
+    present = torch.arange(MAX_SHAPES, device=device) < number
+    radius = 7 + 2 * uniform(MAX_SHAPES)
+    angle, speed = 2 * torch.pi * uniform(MAX_SHAPES), 0.7 + 0.9 * uniform(MAX_SHAPES)
+    velocity = speed[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)
+    candidates = radius[:, None, :, None] + uniform(64, MAX_SHAPES, 2) * (SIZE - 2 * radius)[:, None, :, None]
+    position = _first_apart(candidates, radius, present)
+    return Scenes(colors, kinds, present, radius, position, velocity)
+
+
+def _first_apart(candidates: torch.Tensor, radius: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    """Of (N, K, S, 2) candidate positions, the first of each scene whose present shapes do not touch: (N, S, 2)."""
+    distance = torch.linalg.vector_norm(candidates[:, :, :, None] - candidates[:, :, None], dim=-1)
+    reach = radius[:, :, None] + radius[:, None] + 1
+    matters = present[:, :, None] & present[:, None] & ~torch.eye(MAX_SHAPES, dtype=torch.bool, device=present.device)
+    apart = ((distance > reach[:, None]) | ~matters[:, None]).all(dim=(2, 3))
+    chosen = apart.float().argmax(dim=1)
+    return candidates[torch.arange(len(candidates), device=candidates.device), chosen]
+
+
+def simulate(scenes: Scenes, num_frames: int) -> torch.Tensor:
+    """Centres of all shapes over time: (N, num_frames, S, 2) pixels."""
+    position, velocity = scenes.position.clone(), scenes.velocity.clone()
+    low, high = scenes.radius[..., None], SIZE - scenes.radius[..., None]
+    track = []
+    for _ in range(num_frames):
+        track.append(position)
+        position = position + velocity
+        outside = ((position < low) & (velocity < 0)) | ((position > high) & (velocity > 0))
+        velocity = torch.where(outside, -velocity, velocity)
+        position = torch.where(position < low, 2 * low - position, position)
+        position = torch.where(position > high, 2 * high - position, position)
+        velocity = _bounce_off_each_other(scenes, position, velocity)
+    return torch.stack(track, dim=1)
+
+
+def _bounce_off_each_other(scenes: Scenes, position: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
+    """Reflects the velocity of every shape that moves towards one it touches."""
+    velocities = list(velocity.unbind(dim=1))
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        apart = position[:, j] - position[:, i]
+        distance = torch.linalg.vector_norm(apart, dim=-1)
+        normal = apart / distance.clamp(min=1e-3)[:, None]
+        reach = scenes.radius[:, i] + scenes.radius[:, j]
+        touching = (distance < reach) & scenes.present[:, i] & scenes.present[:, j]
+        for shape, towards in ((i, normal), (j, -normal)):
+            approach = (velocities[shape] * towards).sum(dim=-1)
+            push = torch.where(touching & (approach > 0), 2 * approach, 0.0)
+            velocities[shape] = velocities[shape] - push[:, None] * towards
+    return torch.stack(velocities, dim=1)
+
+
+def render(scenes: Scenes, track: torch.Tensor) -> torch.Tensor:
+    """Anti-aliased video of the centres `track` (N, F, S, 2): (N, 3, F, 64, 64) in [-1, 1]."""
+    count, num_frames = track.shape[:2]
+    device = track.device
+    palette = torch.tensor(list(PALETTE.values()), device=device)
+    grid = torch.arange(SIZE, device=device) + 0.5
+    video = torch.full((count, 3, num_frames, SIZE, SIZE), BACKGROUND, device=device)
+    for slot in range(MAX_SHAPES):
+        x = grid - track[:, :, slot, 0, None, None]
+        y = grid[:, None] - track[:, :, slot, 1, None, None]
+        radius, kind = (values[:, slot, None, None, None] for values in (scenes.radius, scenes.kinds))
+        coverage = _coverage(x, y, radius, kind) * scenes.present[:, slot, None, None, None]
+        color = palette[scenes.colors[:, slot]][:, :, None, None, None]
+        video = torch.lerp(video, color.expand_as(video), coverage[:, None].expand_as(video))
+    return video
+
+
+def _coverage(x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+    """Share of each pixel that a shape of `radius` around (0, 0) covers; x: (N, F, 1, W), y: (N, F, H, 1)."""
+    circle = radius - torch.sqrt(x * x + y * y)
+    square = 0.85 * radius - torch.maximum(x.abs(), y.abs())
+    # An upright triangle: apex (0, -r), base at y = 0.65 r between x = -0.95 r and 0.95 r.
+    slant = (0.95**2 + 1.65**2) ** 0.5
+    sides = (0.95 * (y + radius) - 1.65 * x.abs()) / slant
+    triangle = torch.minimum(sides, 0.65 * radius - y)
+    inside = torch.where(kind == 0, circle, torch.where(kind == 1, square, triangle))
+    return (inside + 0.5).clamp(0, 1)

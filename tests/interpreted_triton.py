@@ -1,0 +1,192 @@
+"""The Triton kernels on the CPU, by Triton's interpreter. Run by test_triton.py with TRITON_INTERPRET=1."""
+
+import pytest
+import torch
+from paged_cases import expected_attention, make_inputs, make_states, relative_error, with_slots
+from torch.testing import assert_close
+from triton.runtime import interpreter
+
+from diffusers_ardiff.attention.kernels.paged_attention import attend_pages
+from diffusers_ardiff.attention.kernels.rope_write import QKNorm, norm_rope_write, rope_write
+from diffusers_ardiff.attention.kernels.tiles import AttentionConfig
+from diffusers_ardiff.context import PagedLayerInputs
+from diffusers_ardiff.rope import VideoRope, apply_rotary
+
+PAGE = 16
+LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, 257]
+SMALL = {"block_m": 16, "block_n": 32, "num_warps": 4, "num_stages": 2}
+
+
+@pytest.fixture(autouse=True)
+def scalars_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 takes ``int`` of an array of one element, which numpy 2.4 refuses; harmless once that is fixed."""
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def check(
+    query: torch.Tensor,
+    inputs: PagedLayerInputs,
+    *,
+    page_size: int = PAGE,
+    contiguous: bool = False,
+    **options: object,
+) -> None:
+    config = AttentionConfig(**{**SMALL, **options})
+    scale = query.shape[-1] ** -0.5
+    out, lse = attend_pages(
+        query,
+        inputs,
+        page_size=page_size,
+        softmax_scale=scale,
+        contiguous=contiguous,
+        with_lse=True,
+        config=config,
+    )
+    expected, expected_lse = expected_attention(query, inputs, page_size, scale)
+    assert relative_error(out, expected) < 1e-5
+    assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths(length: int, shuffled: bool, num_splits: int) -> None:
+    """Unwritten slots and the table's tail hold NaN (vllm#42494); three splits of one key leave two empty."""
+    inputs = make_inputs([length], capacity=288, shuffled=shuffled)
+    query = torch.randn(1, 17, 2, 16)
+    check(query, inputs, num_splits=num_splits)
+    if not shuffled:
+        check(query, inputs, contiguous=True, num_splits=num_splits)
+        check(query, inputs, contiguous=True, num_splits=num_splits, descriptors=True)
+
+
+@pytest.mark.parametrize("head_dim", [12, 16, 48, 64, 128])
+def test_head_sizes(head_dim: int) -> None:
+    inputs = make_inputs([41], head_dim=head_dim, heads=3)
+    check(torch.randn(1, 5, 3, head_dim), inputs)
+
+
+@pytest.mark.parametrize("num_queries", [1, 17, 48])
+def test_query_counts(num_queries: int) -> None:
+    check(torch.randn(1, num_queries, 2, 16), make_inputs([70]))
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 64])
+def test_page_sizes(page_size: int) -> None:
+    check(torch.randn(1, 17, 2, 16), make_inputs([200], page_size=page_size), page_size=page_size)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_rows_of_different_length(shuffled: bool, num_splits: int) -> None:
+    inputs = make_inputs([100, 1, 33, 64], shuffled=shuffled)
+    check(torch.randn(4, 17, 2, 16), inputs, contiguous=not shuffled, num_splits=num_splits)
+
+
+def test_zero_query_gives_the_mean_value() -> None:
+    """Padding lanes took softmax mass on the non-causal path (flashinfer#3716)."""
+    for length in LENGTHS:
+        inputs = make_inputs([length], capacity=288, shuffled=False)
+        out, _ = attend_pages(
+            torch.zeros(1, 3, 2, 16), inputs, page_size=PAGE, softmax_scale=1.0, config=AttentionConfig(**SMALL)
+        )
+        assert_close(out, inputs.value_pool[:length].mean(0).expand_as(out), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_row_without_keys(num_splits: int) -> None:
+    inputs = make_inputs([20, 20])
+    inputs.seq_lens[1] = 0
+    config = AttentionConfig(**SMALL, num_splits=num_splits)
+    out, lse = attend_pages(
+        torch.randn(2, 3, 2, 16), inputs, page_size=PAGE, softmax_scale=1.0, with_lse=True, config=config
+    )
+    assert not out[1].any() and (lse[1] == float("-inf")).all()
+    assert out[0].isfinite().all() and lse[0].isfinite().all()
+
+
+def test_half_precision() -> None:
+    """Float16 alone: the interpreter multiplies bfloat16 matrices as integers."""
+    inputs = make_inputs([257], dtype=torch.float16)
+    query = torch.randn(1, 17, 2, 16).half()
+    out, lse = attend_pages(
+        query, inputs, page_size=PAGE, softmax_scale=0.25, with_lse=True, config=AttentionConfig(**SMALL)
+    )
+    expected, expected_lse = expected_attention(query, inputs, PAGE, 0.25)
+    assert out.dtype == torch.float16
+    assert relative_error(out, expected) < 2e-2
+    assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    inputs = make_inputs([20])
+    query = torch.randn(1, 3, 2, 16)
+    with pytest.raises(ValueError, match="one dtype"):
+        attend_pages(query.half(), inputs, page_size=PAGE, softmax_scale=1.0)
+    with pytest.raises(ValueError, match="must be positive"):
+        attend_pages(query, inputs, page_size=PAGE, softmax_scale=0.0)
+    with pytest.raises(ValueError, match="2 query rows"):
+        attend_pages(query.expand(2, -1, -1, -1), inputs, page_size=PAGE, softmax_scale=1.0)
+
+
+# -- rotate and write -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [12, 64])
+@pytest.mark.parametrize("frames", [[[0, 1]], [[0, 1], [7, 4000]]], ids=["shared", "own"])
+@pytest.mark.parametrize("num_extra", [0, 2])
+def test_rope_write_equals_the_plain_path(head_dim: int, frames: list[list[int]], num_extra: int) -> None:
+    """Bit for bit in float32: products are rounded before they are added, as torch does."""
+    inputs = with_slots(make_inputs([30, 30], heads=3, head_dim=head_dim), 8, num_extra)
+    query, keys, values = make_states(2, 8, 3, head_dim)
+    rotary = VideoRope(head_dim=head_dim)(frames, 2, 2)
+    pools = [pool.clone() for pool in inputs[:2]]
+    slots = inputs.slot_mapping[:, :8]
+    pools[0][slots], pools[1][slots] = apply_rotary(keys, *rotary), values
+    rotated = rope_write(inputs, query, keys, values, rotary)
+    assert torch.equal(rotated, apply_rotary(query, *rotary))
+    for actual, expected in zip(inputs[:2], pools, strict=True):
+        assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_norm_rope_write_equals_the_plain_path(heads: int) -> None:
+    inputs = with_slots(make_inputs([30, 30], heads=heads, head_dim=12), 8)
+    query, keys, values = make_states(2, 8, heads, 12)
+    rotary = VideoRope(head_dim=12)([[0, 1], [7, 4000]], 2, 2)
+    norms = [torch.nn.RMSNorm(heads * 12, eps=1e-6) for _ in range(2)]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+    weights = QKNorm(norms[0].weight.detach(), norms[1].weight.detach(), 1e-6)
+    rotated = norm_rope_write(inputs, query, keys, values, rotary, weights)
+    normed = [norm(states.flatten(2)).view_as(states) for norm, states in zip(norms, (query, keys), strict=True)]
+    assert_close(rotated, apply_rotary(normed[0], *rotary), rtol=1e-5, atol=1e-6)
+    assert_close(inputs.key_pool[inputs.slot_mapping], apply_rotary(normed[1], *rotary), rtol=1e-5, atol=1e-6)
+    assert torch.equal(inputs.value_pool[inputs.slot_mapping], values)
+
+
+def test_negative_slot_is_not_written() -> None:
+    """A position past a short table row wrote into the neighbour's page (vllm#53982)."""
+    inputs = with_slots(make_inputs([16]), 4)
+    inputs.slot_mapping[0, 2] = -1
+    before = inputs.key_pool.clone()
+    rope_write(inputs, *make_states(1, 4, 2, 16), VideoRope(head_dim=16)([[3]], 2, 2))
+    changed = (inputs.key_pool.view(torch.int32) != before.view(torch.int32)).flatten(1).any(1).nonzero().flatten()
+    assert changed.tolist() == sorted(inputs.slot_mapping[0, [0, 1, 3]].tolist())
+
+
+def test_wrong_shapes_are_refused_before_a_write() -> None:
+    inputs = with_slots(make_inputs([16]), 4)
+    states, rotary = make_states(1, 4, 2, 16), VideoRope(head_dim=16)([[3]], 2, 2)
+    with pytest.raises(ValueError, match="need a slot each"):
+        rope_write(inputs._replace(slot_mapping=inputs.slot_mapping[:, :3]), *states, rotary)
+    with pytest.raises(ValueError, match="cos and sin"):
+        rope_write(inputs, *states, VideoRope(head_dim=16)([[3, 4]], 2, 2))
+    with pytest.raises(ValueError, match="norm weights"):
+        norm_rope_write(inputs, *states, rotary, QKNorm(torch.ones(16), torch.ones(32), 1e-6))

@@ -1,0 +1,116 @@
+"""The op benchmark at sizes a CPU can take: the state it measures, and what it reports."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffusers_ardiff.benchmarks import OpCase, Timing, anchor_cases, measure_op, measure_write, time_interleaved
+from diffusers_ardiff.benchmarks.op import SteadyState
+
+CPU = torch.device("cpu")
+SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
+TINY = {"num_heads": 2, "head_dim": 8, "num_queries": 24, "num_keys": 120, "sink_tokens": 24}
+
+
+@pytest.mark.parametrize("fragmented", [False, True])
+def test_measured_state_is_steady(fragmented: bool) -> None:
+    """The window is full, the ring has wrapped, and every backend has rows of its own."""
+    state = SteadyState(OpCase(**TINY, fragmented=fragmented), ["sdpa", "reference"], CPU)
+    for context in state.contexts.values():
+        (span,) = context.spans
+        assert span.kv_len == 120
+        assert span.start >= 120
+        assert context.branches[0].run.is_contiguous is not fragmented
+    assert len({context.branches[0].run.pages for context in state.contexts.values()}) == 2
+    state.close()
+    assert state.manager.allocator.num_used == 0
+
+
+@pytest.mark.parametrize("fragmented", [False, True])
+def test_op_result(fragmented: bool) -> None:
+    case = OpCase(**TINY, fragmented=fragmented, dtype=torch.float32)
+    result = measure_op(case, backends=["sdpa", "reference"], device=CPU, warmup=1, repeats=3)
+    assert set(result["op"]) == {"sdpa", "reference"}
+    for entry in result["op"].values():
+        assert 0 < entry["p10_ms"] <= entry["median_ms"] <= entry["p90_ms"]
+        mean = (entry["first_ms"] + 4 * entry["median_ms"]) / 5 if fragmented else entry["median_ms"]
+        assert entry["ratio"]["sdpa"] == pytest.approx(mean / result["dense"]["sdpa"]["median_ms"])
+    json.dumps(result)
+
+
+def test_first_step_gathers_the_window_and_later_steps_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SteadyState(OpCase(**TINY, fragmented=True), ["sdpa", "reference"], CPU)
+    copies: list[int] = []
+    original = torch.index_select
+    monkeypatch.setattr(torch, "index_select", lambda *a, **k: copies.append(len(a[2])) or original(*a, **k))
+    for call in (state.op("sdpa"), state.op("sdpa"), state.op_with_new_history("sdpa"), state.op("sdpa")):
+        call(0)
+    assert copies == [120, 120, 24, 24, 120, 120, 24, 24]
+
+
+def test_write_result() -> None:
+    result = measure_write(OpCase(**TINY), device=CPU, warmup=1, repeats=3)
+    assert set(result["write"]) == {"op", "scatter"}
+    assert all(entry["gb_per_s"] > 0 for entry in result["write"].values())
+
+
+def test_more_queries_than_the_window_is_an_error() -> None:
+    with pytest.raises(ValueError, match="120 queries do not fit into a window of 96"):
+        OpCase(**TINY | {"num_queries": 120})
+
+
+def test_anchor_cases() -> None:
+    shapes = {(case.num_heads, case.num_queries, case.num_keys, case.fragmented) for case in anchor_cases()}
+    assert shapes == {
+        (12, 4680, 18720, False),
+        (12, 4680, 32760, False),
+        (12, 1560, 32760, False),
+        (40, 4680, 32760, False),
+        (12, 4680, 32760, True),
+    }
+
+
+def test_variants_run_in_turns() -> None:
+    order: list[str] = []
+    variants = {name: lambda index, name=name: order.append(f"{name}{index}") for name in "ab"}
+    times = time_interleaved(variants, device=CPU, warmup=1, repeats=2)
+    assert order == ["a0", "b0", "a0", "b0", "a1", "b1"]
+    assert set(times) == {"a", "b"}
+
+
+def test_timing_of_samples() -> None:
+    assert Timing.of([2.0]) == Timing(median_ms=2.0, p10_ms=2.0, p90_ms=2.0)
+    assert Timing.of([1.0, 2.0, 30.0]).median_ms == 2.0
+
+
+@pytest.mark.parametrize("mode", [[], ["--fragmented"], ["--write-only"]])
+def test_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: list[str]
+) -> None:
+    shape = [
+        "--heads",
+        "2",
+        "--head-dim",
+        "8",
+        "--queries",
+        "24",
+        "--keys",
+        "96",
+        "120",
+        "--warmup",
+        "1",
+        "--repeats",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "op", *shape, *mode, "--output", str(tmp_path / "op.json")])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "op.json").read_text())
+    assert [result["case"]["num_keys"] for result in report["results"]] == [96, 120]
+    assert all(result["label"] in printed for result in report["results"])

@@ -1,0 +1,164 @@
+"""The command line: files appear whole or not at all, prompts are split without loss, bad input is one clear line."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from PIL import Image
+from tiny_components import PROMPT, QUICK, make_pipeline
+
+from diffusers_ardiff import PromptSwitch
+from diffusers_ardiff.generation import GenerationRequest, generate_videos, load_pipeline
+from diffusers_ardiff.video_io import VideoWriter, read_image, read_video
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_pipeline(recipe=QUICK).save_pretrained(folder)
+    return folder
+
+
+def run_main(*arguments: object) -> int:
+    """The script's entry point in this process."""
+    return runpy.run_path(str(SCRIPT))["main"]([str(argument) for argument in arguments])
+
+
+def run_script(*arguments: object, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [*launcher, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+
+
+def generate(model: Path, **request: object) -> list[Path]:
+    pipeline = load_pipeline(str(model), CPU)
+    return generate_videos(pipeline, GenerationRequest(**request), PartialState(cpu=True))
+
+
+def test_script_writes_video_and_contact_sheet(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "new" / "clip.mp4"
+    done = run_script(PROMPT, "--model", model, "--num-frames", 10, "--output", output)
+    assert done.returncode == 0, done.stderr
+    frames, fps = read_video(output)
+    assert frames.shape == (10, 32, 48, 3)
+    assert fps == 16
+    assert read_image(output.with_suffix(".png")).shape[0] >= 32
+    assert sorted(path.name for path in output.parent.iterdir()) == ["clip.mp4", "clip.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num-frames", -3], ["num_frames", "-3"]),
+        (["--height", 40], ["height", "40", "multiple"]),
+        (["--recipe", "nonsense"], ["nonsense", "self-forcing"]),
+        (["--checkpoint", "missing.pt"], ["missing.pt"]),
+        (["--model", "./no-such-folder"], ["no-such-folder"]),
+        (["--image", "missing.png"], ["missing.png"]),
+        (["--limit-bytes", 1000], ["1,000", "bytes"]),
+        (["--fps", 0], ["fps", "0"]),
+        (["--switch", "one", "a blue square"], ["one"]),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_line_and_no_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[object], words: list[str]
+) -> None:
+    defaults = [] if "--model" in arguments else ["--model", model]
+    assert run_main(PROMPT, *defaults, "--output", tmp_path / "clip.mp4", *arguments) == 2
+    message = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(message) == 1, message
+    assert all(word in message[0] for word in words), message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("prompts", [[], [" "]])
+def test_prompts_need_text(tmp_path: Path, prompts: list[str]) -> None:
+    with pytest.raises(ValueError, match="prompt"):
+        GenerationRequest(prompts=prompts, output=tmp_path / "clip.mp4")
+
+
+def test_each_prompt_has_its_own_seed_and_file(model: Path, tmp_path: Path) -> None:
+    """Video i of several equals the video of its prompt made alone with seed + i."""
+    several = generate(model, prompts=[PROMPT, PROMPT], output=tmp_path / "clip.mp4", num_frames=9, seed=4)
+    assert [path.name for path in several] == ["clip-000.mp4", "clip-001.mp4"]
+    (alone,) = generate(model, prompts=[PROMPT], output=tmp_path / "alone.mp4", num_frames=9, seed=5)
+    first, second = (read_video(path)[0] for path in several)
+    np.testing.assert_array_equal(second, read_video(alone)[0])
+    assert (first != second).any()
+
+
+def test_image_and_video_begin_the_result(model: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 255, (5, 32, 48, 3), dtype=np.uint8)
+    Image.fromarray(frames[0]).save(tmp_path / "first.png")
+    with VideoWriter(tmp_path / "given.mp4", 16) as writer:
+        writer.write(frames)
+    plain, image, video = (
+        read_video(generate(model, prompts=[PROMPT], output=tmp_path / f"{name}.mp4", num_frames=13, **given)[0])[0]
+        for name, given in (
+            ("plain", {}),
+            ("image", {"image": tmp_path / "first.png"}),
+            ("video", {"video": tmp_path / "given.mp4"}),
+        )
+    )
+    assert plain.shape == image.shape == video.shape == (13, 32, 48, 3)
+    assert (plain != image).any() and (image != video).any()
+
+
+def test_prompt_switch_changes_what_follows(model: Path, tmp_path: Path) -> None:
+    switch = PromptSwitch(latent_frame=3, prompt="a blue square", mode="recache")
+    plain, switched = (
+        read_video(generate(model, prompts=[PROMPT], output=tmp_path / f"{len(s)}.mp4", num_frames=21, switches=s)[0])[
+            0
+        ]
+        for s in ([], [switch])
+    )
+    assert (plain[9:] != switched[9:]).any()
+
+
+def test_failure_in_the_middle_keeps_the_old_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that died in its second chunk must not leave half a video under the final name."""
+    output = tmp_path / "clip.mp4"
+    output.write_bytes(b"precious")
+    write, calls = VideoWriter.write, []
+
+    def fails_at_second_chunk(writer: VideoWriter, frames: np.ndarray) -> None:
+        calls.append(len(frames))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        write(writer, frames)
+
+    monkeypatch.setattr(VideoWriter, "write", fails_at_second_chunk)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, prompts=[PROMPT], output=output, num_frames=21)
+    assert calls == [9, 12]
+    assert output.read_bytes() == b"precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["clip.mp4"]
+
+
+def test_accelerate_splits_prompts_without_loss(model: Path, tmp_path: Path) -> None:
+    """Two processes share three prompts: each is made once, and as a single process makes it."""
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
+    prompts = [PROMPT, "a blue square", "a green circle"]
+    arguments = ("--model", model, "--num-frames", 9, "--output", tmp_path / "clip.mp4")
+    done = run_script(*prompts, *arguments, launcher=(*launcher, "--num_machines", "1", "--main_process_port", "0"))
+    assert done.returncode == 0, done.stderr
+    written = sorted(tmp_path.glob("*.mp4"))
+    assert [path.name for path in written] == ["clip-000.mp4", "clip-001.mp4", "clip-002.mp4"]
+    alone = generate(model, prompts=prompts, output=tmp_path / "alone.mp4", num_frames=9)
+    for path, single in zip(written, alone, strict=True):
+        np.testing.assert_array_equal(read_video(path)[0], read_video(single)[0])

@@ -1,0 +1,228 @@
+"""Bad arguments: the message says what was given and what is allowed, and nothing has run or been allocated. Prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_components import (
+    PROMPT,
+    QUICK,
+    TEXT_DIM,
+    TEXT_LEN,
+    latents_of,
+    make_pipeline,
+    make_tokenizer,
+    random_embeds,
+    record_forwards,
+    record_pools,
+    seed,
+)
+
+from diffusers_ardiff import ARDiffusionPipeline
+from diffusers_ardiff.pipelines.text import encode_text
+
+EMBEDS = random_embeds(1)
+VIDEO = torch.rand(1, 9, 3, 32, 48)
+LATENTS = torch.randn(1, 16, 3, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> ARDiffusionPipeline:
+    return make_pipeline(QUICK)
+
+
+@pytest.fixture
+def untouched(pipe: ARDiffusionPipeline) -> Iterator[None]:
+    """No pool was allocated and no transformer forward ran in the test."""
+    with record_forwards(pipe.transformer) as forwards, record_pools() as pools:
+        yield
+    assert (len(forwards), len(pools)) == (0, 0)
+
+
+BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no prompt": ({"prompt": None}, ValueError, "give either `prompt` or `prompt_embeds`, exactly one"),
+    "empty list": ({"prompt": []}, ValueError, "`prompt` is an empty list"),
+    "both": ({"prompt_embeds": EMBEDS}, ValueError, "give either `prompt` or `prompt_embeds`, exactly one"),
+    "number": ({"prompt": 3}, TypeError, "must be a string or a list of strings, got 3"),
+    "list of numbers": ({"prompt": ["a", 3]}, TypeError, "must be a string or a list of strings"),
+    "embeds rank": ({"prompt": None, "prompt_embeds": EMBEDS[0]}, ValueError, r"\(prompts, text_len, text_dim\), got"),
+    "no embeds": ({"prompt": None, "prompt_embeds": EMBEDS[:0]}, ValueError, r"got \(0, 12, 32\)"),
+    "both negative": (
+        {"negative_prompt": "a", "negative_prompt_embeds": EMBEDS, "guidance_scale": 3.0},
+        ValueError,
+        "give either `negative_prompt`",
+    ),
+    "negative count": (
+        {"negative_prompt": ["a", "red"], "guidance_scale": 3.0},
+        ValueError,
+        "`negative_prompt` has 2 prompts for 1 videos",
+    ),
+    "height": ({"height": 40}, ValueError, "height must be a multiple of 16, got 40; the nearest are 32 and 48"),
+    "width": ({"width": 100}, ValueError, "width must be a multiple of 16, got 100; the nearest are 96 and 112"),
+    "height 0": ({"height": 0}, ValueError, "height must be a whole number >= 16, got 0"),
+    "width 0": ({"width": 0}, ValueError, "width must be a whole number >= 16, got 0"),
+    "float height": ({"height": 32.0}, ValueError, "height must be a whole number"),
+    "output type": ({"output_type": "mp4"}, ValueError, r"one of \['np', 'pt', 'pil', 'latent'\], got 'mp4'"),
+    "callback tensor": (
+        {"callback_on_step_end_tensor_inputs": ["latents", "noise"]},
+        ValueError,
+        r"has to be in \['latents', 'prompt_embeds', 'negative_prompt_embeds'\], but found \['noise'\]",
+    ),
+    "generators": ({"generator": [seed(0), seed(1)]}, ValueError, "list of 2 generators was given for 1 videos"),
+    "no videos": (
+        {"num_videos_per_prompt": 0},
+        ValueError,
+        "num_videos_per_prompt must be a whole number >= 1, got 0",
+    ),
+    "half a video": ({"num_videos_per_prompt": 1.5}, ValueError, "num_videos_per_prompt must be a whole number"),
+    "text length": ({"max_sequence_length": 0}, ValueError, "max_sequence_length must be a whole number >= 1, got 0"),
+    "noise frames": (
+        {"latents": LATENTS},
+        ValueError,
+        r"= \(1, 16, 6, 4, 6\), got \(1, 16, 3, 4, 6\).*Whole chunks are generated",
+    ),
+    "noise rows": ({"latents": torch.randn(2, 16, 6, 4, 6)}, ValueError, r"= \(1, 16, 6, 4, 6\), got \(2, 16"),
+    "two sources": ({"image": VIDEO[0], "video": VIDEO}, ValueError, r"at most one of .* got \['image', 'video'\]"),
+    "6 frames": ({"video": VIDEO[:, :6]}, ValueError, r"1 \+ 4 \* n frames, got 6; use 5 or 9"),
+    "all given": (
+        {"video": VIDEO, "num_frames": 9},
+        ValueError,
+        r"num_frames=9 \(3 latent frames\) includes the given .* which has 3 latent frames",
+    ),
+    "image only": ({"image": VIDEO[:, 0], "num_frames": 1}, ValueError, "ask for more frames"),
+    "context rank": ({"context_latents": LATENTS[0]}, ValueError, r"\(videos or 1, channels, frames, height, width\)"),
+    "context size": (
+        {"context_latents": LATENTS[..., :4]},
+        ValueError,
+        r"\(1 or 1, 16, 3, 4, 6\), got \(1, 16, 3, 4, 4\)",
+    ),
+    "recipe": ({"recipe": "sora"}, ValueError, "unknown recipe 'sora': known are .*'longlive'"),
+}
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("way", ["call", "stream"])
+@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_argument(
+    pipe: ARDiffusionPipeline, call: dict[str, Any], error: type[Exception], message: str, way: str
+) -> None:
+    arguments = {"prompt": PROMPT, "num_frames": 21, "output_type": "latent"} | call
+    with pytest.raises(error, match=message):
+        (pipe if way == "call" else pipe.stream)(**arguments)
+
+
+def test_unknown_argument_of_a_stream(pipe: ARDiffusionPipeline) -> None:
+    with pytest.raises(TypeError, match="num_inference_steps"):
+        pipe.stream(PROMPT, num_inference_steps=50)
+
+
+class TestMissingComponents:
+    """A pipeline may be made of its transformer alone; what it then cannot do is said at once, not by a NoneType."""
+
+    @pytest.mark.parametrize(
+        ("parts", "call", "missing"),
+        [
+            (("vae",), {"output_type": "np"}, r"\['vae'\]"),
+            (("vae",), {"image": VIDEO[:, 0], "output_type": "latent"}, r"\['vae'\]"),
+            (("text_encoder", "tokenizer"), {}, r"\['tokenizer', 'text_encoder'\]"),
+            (("transformer",), {}, r"\['transformer'\]"),
+            (
+                ("text_encoder", "tokenizer"),
+                {"prompt": None, "prompt_embeds": EMBEDS, "guidance_scale": 3.0},
+                r"\['tokenizer', 'text_encoder'\]",
+            ),
+        ],
+        ids=["decode", "encode", "text", "transformer", "negative text"],
+    )
+    def test_refused(self, parts: tuple[str, ...], call: dict[str, Any], missing: str) -> None:
+        pipe = make_pipeline(QUICK, **dict.fromkeys(parts))
+        with pytest.raises(ValueError, match=f"this call needs {missing}, which the pipeline was made without"):
+            pipe(**{"prompt": PROMPT, "num_frames": 9, "output_type": "latent"} | call)
+
+    def test_transformer_alone_is_enough_for_latents(self, pipe: ARDiffusionPipeline) -> None:
+        alone = make_pipeline(QUICK, vae=None, text_encoder=None, tokenizer=None)
+        call = {"prompt_embeds": EMBEDS, "negative_prompt_embeds": random_embeds(2), "guidance_scale": 3.0}
+        assert torch.equal(latents_of(alone, None, **call), latents_of(pipe, None, **call))
+
+    def test_encoder_alone_is_enough_for_text(self, pipe: ARDiffusionPipeline) -> None:
+        alone = make_pipeline(QUICK, vae=None, transformer=None)
+        for have, want in zip(alone.encode_prompt(PROMPT), pipe.encode_prompt(PROMPT), strict=True):
+            assert torch.equal(have, want)
+
+    def test_two_experts(self, pipe: ARDiffusionPipeline) -> None:
+        with pytest.raises(ValueError, match="two experts"):
+            ARDiffusionPipeline(**pipe.components | {"transformer_2": pipe.transformer})
+
+
+class TestEncodePrompt:
+    def test_rows_behind_the_prompt_are_zero(self, pipe: ARDiffusionPipeline) -> None:
+        """Padding rows leaked into the conditioning."""
+        embeds, _ = pipe.encode_prompt(["a red circle", "blue"])
+        assert embeds.shape == (2, TEXT_LEN, TEXT_DIM)
+        for row, num_tokens in enumerate((4, 2)):
+            assert (embeds[row, :num_tokens] != 0).any(dim=-1).all(), "words and the end token"
+            assert (embeds[row, num_tokens:] == 0).all()
+
+    def test_padding_does_not_change_the_prompt(self, pipe: ARDiffusionPipeline) -> None:
+        short, long = (pipe.encode_prompt(PROMPT, max_sequence_length=n)[0] for n in (TEXT_LEN, 20))
+        assert long.shape[1] == 20
+        torch.testing.assert_close(long[:, :TEXT_LEN], short, rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize(("limit", "expected"), [(12, 12), (300, 300), (654, 512), (int(1e30), 512)])
+    def test_default_length(self, limit: int, expected: int) -> None:
+        """The length was a literal; it is the tokenizer's own limit, at most 512."""
+        pipe = make_pipeline(QUICK, tokenizer=make_tokenizer(limit))
+        assert pipe.encode_prompt("blue")[0].shape[1] == expected
+        assert pipe.plan_memory().text_bytes == 2 * 2 * expected * 2 * 12 * 4
+
+    def test_non_finite_padding(self, pipe: ARDiffusionPipeline) -> None:
+        """Zero times NaN is NaN: a padding row that overflows in the encoder must still be zero."""
+
+        def overflow(_module: Any, _args: Any, output: Any) -> Any:
+            output.last_hidden_state[:, 4:] = float("nan")
+            return output
+
+        handle = pipe.text_encoder.register_forward_hook(overflow)
+        embeds = encode_text(pipe.tokenizer, pipe.text_encoder, ["a red circle"], TEXT_LEN, torch.device("cpu"))
+        handle.remove()
+        assert embeds.isfinite().all()
+
+    def test_isolated_embeddings_give_the_same_video(self, pipe: ARDiffusionPipeline) -> None:
+        positive, negative = pipe.encode_prompt(PROMPT, "blurry")
+        assert positive.shape == negative.shape
+        from_embeds = latents_of(
+            pipe, None, prompt_embeds=positive, negative_prompt_embeds=negative, guidance_scale=3.0
+        )
+        assert torch.equal(from_embeds, latents_of(pipe, negative_prompt="blurry", guidance_scale=3.0))
+
+    def test_guidance_off(self, pipe: ARDiffusionPipeline) -> None:
+        assert pipe.encode_prompt(PROMPT, do_classifier_free_guidance=False)[1] is None
+
+    def test_rows_per_video(self, pipe: ARDiffusionPipeline) -> None:
+        positive, negative = pipe.encode_prompt(["a", "red"], "blurry", num_videos_per_prompt=2)
+        assert positive.shape[0] == negative.shape[0] == 4
+        assert torch.equal(positive[0], positive[1]) and not torch.equal(positive[1], positive[2])
+        assert (negative == negative[0]).all()
+
+    def test_one_negative_prompt_each(self, pipe: ARDiffusionPipeline) -> None:
+        call = {"guidance_scale": 3.0, "generator": [seed(0), seed(0)]}
+        both = latents_of(pipe, [PROMPT, PROMPT], negative_prompt=["blurry", "green"], **call)
+        assert not torch.equal(both[0], both[1])
+
+
+class TestOutputTypes:
+    def test_np_pt_and_pil_hold_the_same_video(self, pipe: ARDiffusionPipeline) -> None:
+        arrays, tensors, images = (
+            pipe(PROMPT, num_frames=9, generator=seed(0), output_type=kind).frames for kind in ("np", "pt", "pil")
+        )
+        assert np.array_equal(arrays, tensors.permute(0, 1, 3, 4, 2).numpy())
+        assert [image.size for image in images[0]] == [(48, 32)] * 9
+        assert np.abs(np.asarray(images[0][4]) / 255 - arrays[0, 4]).max() <= 0.5 / 255 + 1e-6
+
+    def test_two_videos_of_images(self, pipe: ARDiffusionPipeline) -> None:
+        frames = pipe([PROMPT, "blue"], num_frames=13, output_type="pil").frames
+        assert [len(video) for video in frames] == [13, 13]
