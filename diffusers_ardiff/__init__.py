@@ -3,7 +3,15 @@
 from .cache import MemoryLimitError
 from .checkpoints import load_ar_checkpoint
 from .context import PagedForwardContext
-from .pipelines import ARChunk, ARDiffusionPipeline, ARDiffusionPipelineOutput, CacheOptions, PromptSwitch
+from .pipelines import (
+    ARChunk,
+    ARDiffusionPipeline,
+    ARDiffusionPipelineOutput,
+    CacheOptions,
+    ControlInputs,
+    EventQueueFullError,
+    PromptSwitch,
+)
 from .processors import attach_paged_attention
 from .recipes import Recipe
 
@@ -14,6 +22,8 @@ __all__ = [
     "ARDiffusionPipeline",
     "ARDiffusionPipelineOutput",
     "CacheOptions",
+    "ControlInputs",
+    "EventQueueFullError",
     "MemoryLimitError",
     "PagedForwardContext",
     "PromptSwitch",

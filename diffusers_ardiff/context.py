@@ -7,18 +7,36 @@ region would have to guard on changes between forwards, only values do.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from .cache.branch import Branch
 from .cache.ring import ForwardSpan
-from .cache.session import Branch
-from .cache.storage import KVStorage, StagingKey, StagingPools
+from .cache.storage import KVStorage
+from .launch import (
+    LaunchPlan,
+    RowLayout,
+    drop_launch_plan,
+    find_launch_plan,
+    register_launch_plan,
+    replace_launch_plan,
+)
+from .masks import FullAttnSpans, PagedMask, build_paged_mask
 from .transfer import upload
+
+__all__ = [
+    "LaunchPlan",
+    "PagedForwardContext",
+    "PagedLayerContext",
+    "PagedLayerInputs",
+    "RowLayout",
+    "find_launch_plan",
+    "is_paged_context",
+    "register_launch_plan",
+]
 
 
 class PagedLayerInputs(NamedTuple):
@@ -44,55 +62,6 @@ class PagedLayerInputs(NamedTuple):
     launch: torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowLayout:
-    """Where the keys of one row lie, as host integers, so that no kernel launch has to read a device tensor.
-
-    ``base_slot`` is the first pool row of a contiguous run, None where the run is fragmented.
-    """
-
-    seq_len: int
-    base_slot: int | None
-    staging_row: int | None = None
-    staging_key: StagingKey | None = None
-    written_ranges: tuple[range, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LaunchPlan:
-    """Host-side facts of one forward, for the inside of the opaque op. Never changes what is computed, only how."""
-
-    page_size: int
-    rows: tuple[RowLayout, ...]
-    staging: StagingPools | None = None
-    backend: str | None = None
-
-
-_plans: weakref.WeakValueDictionary[int, LaunchPlan] = weakref.WeakValueDictionary()
-_handles = itertools.count(1)
-
-
-def register_launch_plan(plan: LaunchPlan) -> torch.Tensor:
-    """Give a plan a handle; returns the ``launch`` tensor. The plan lives as long as somebody holds it."""
-    handle = next(_handles)
-    _plans[handle] = plan
-    return torch.tensor([plan.page_size, handle], dtype=torch.int64)
-
-
-def find_launch_plan(handle: int) -> LaunchPlan | None:
-    """The plan behind a handle; None for handle 0.
-
-    Raises:
-        RuntimeError: the forward that the handle belongs to is over.
-    """
-    if handle == 0:
-        return None
-    plan = _plans.get(handle)
-    if plan is None:
-        raise RuntimeError("these layer inputs belong to a forward context that no longer exists. Prepare a new one.")
-    return plan
-
-
 class PagedForwardContext:
     """One forward over one or several branches; all layers share it.
 
@@ -102,12 +71,16 @@ class PagedForwardContext:
         start: position of the first token; None: each branch's committed end. See ``RingState.plan_forward``.
         num_extra: A, rows a row that live for this forward only (action or state tokens).
         backend: attention backend by name; None: chosen by capability.
+        full_attn_spans: None: all tokens of the forward see each other. Else they are causal among themselves, but for
+            these spans of absolute positions, whose tokens see their whole span: one list for all rows, or one a row.
+            History and extra rows stay visible to every token. Spans that no token lies in do nothing.
 
     Legality is checked here, before anything is written or claimed; ``prepare`` claims the branches. Use it as a
     context manager (an exception marks the forward as failed), or call ``close`` or ``mark_committed`` yourself.
 
     Raises:
-        ValueError: no or repeated branches, different pools, or an illegal forward.
+        ValueError: no or repeated branches, different pools, an illegal forward, or illegal spans; see
+            ``build_paged_mask``.
         RuntimeError: a branch is closed, stale, or has another forward open.
     """
 
@@ -119,6 +92,7 @@ class PagedForwardContext:
         start: int | None = None,
         num_extra: int = 0,
         backend: str | None = None,
+        full_attn_spans: FullAttnSpans | None = None,
     ) -> None:
         if not branches or len({id(branch) for branch in branches}) != len(branches):
             raise ValueError(f"a forward takes one or more different branches, got {[b.name for b in branches]}.")
@@ -132,9 +106,15 @@ class PagedForwardContext:
         self.spans: tuple[ForwardSpan, ...] = tuple(
             branch.ring.plan_forward(num_tokens, num_extra, start) for branch in branches
         )
+        self.mask: PagedMask | None = None
+        if full_attn_spans is not None:
+            geometry = self.branches[0].ring.geometry
+            self.mask = build_paged_mask(full_attn_spans, self.spans, geometry, device=self.storage.device)
         self._backend = backend
         self._plan: LaunchPlan | None = None
         self._inputs: list[PagedLayerInputs] = []
+        self._written_layers: set[int] = set()
+        self._prepared = False
         self._open = False
 
     @property
@@ -149,8 +129,31 @@ class PagedForwardContext:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the layer inputs exist."""
-        return bool(self._inputs)
+        """Whether ``prepare`` has built the layer inputs; stays true after the end of the forward."""
+        return self._prepared
+
+    @property
+    def unwritten_layers(self) -> tuple[int, ...]:
+        """Layers of the pool that this forward has written nothing into so far."""
+        return tuple(layer for layer in range(self.storage.shape.num_layers) if layer not in self._written_layers)
+
+    def use_backend(self, name: str) -> None:
+        """Compute with the attention backend of that name from now on.
+
+        Raises:
+            ValueError: this context names another one.
+        """
+        if self._backend not in (None, name):
+            raise ValueError(
+                f"the forward context names attention backend {self._backend!r}, but {name!r} was attached to the "
+                "transformer. Name one of them, or the same in both places."
+            )
+        if self._backend == name:
+            return
+        self._backend = name
+        if self._plan is not None:
+            self._plan = replace(self._plan, backend=name)
+            replace_launch_plan(self._inputs[0].launch, self._plan)
 
     def prepare(self) -> PagedForwardContext:
         """Claim the branches and build the tensors, once; calling it again does nothing. Returns itself.
@@ -165,6 +168,8 @@ class PagedForwardContext:
         if self.is_prepared:
             raise RuntimeError("this forward is over; a context serves one forward. Make a new one.")
         self._check_up_to_date()
+        for branch in self.branches:
+            branch.prepare_write()
         for branch, span in zip(self.branches, self.spans, strict=True):
             branch.open_forward(span)
         self._open = True
@@ -192,6 +197,9 @@ class PagedForwardContext:
             rows=tuple(self._row_layout(b, s) for b, s in zip(self.branches, self.spans, strict=True)),
             staging=storage.staging,
             backend=self._backend,
+            mask=self.mask,
+            branches=self.branches,
+            written_layers=self._written_layers,
         )
         slots = torch.stack(
             [
@@ -209,6 +217,7 @@ class PagedForwardContext:
                 storage.key_pools, storage.value_pools, storage.layer_indices, strict=True
             )
         ]
+        self._prepared = True
 
     def _row_layout(self, branch: Branch, span: ForwardSpan) -> RowLayout:
         run = branch.run
@@ -240,18 +249,25 @@ class PagedForwardContext:
         return PagedLayerContext(self, layer)
 
     def close(self, *, succeeded: bool = True) -> None:
-        """End the forward; calling it again does nothing. Only a forward that succeeded can be committed."""
+        """End the forward; calling it again does nothing. Only a forward that succeeded can be committed.
+
+        Layer inputs that somebody still holds are refused from here on.
+        """
         if not self._open:
             return
         self._open = False
+        if self._inputs:
+            drop_launch_plan(self._inputs[0].launch)
+        self._plan, self._inputs = None, []
         for branch in self.branches:
             branch.close_forward(succeeded=succeeded)
 
     def mark_committed(self) -> None:
-        """End the forward as succeeded and advance every branch past it. No-op where nothing is pending.
+        """End the forward as succeeded and advance every branch past it. No-op where it was committed already.
 
         Raises:
-            RuntimeError: not prepared, or a later forward has run on a branch since; no branch has advanced then.
+            RuntimeError: not prepared, failed, or a later forward has run on a branch since; no branch has advanced
+                then.
         """
         if not self.is_prepared:
             raise RuntimeError("this forward never ran: call prepare(), run the transformer, then mark_committed().")

@@ -1,4 +1,4 @@
-"""Host-to-device copies that do not make the host wait."""
+"""Copies between host and device."""
 
 from __future__ import annotations
 
@@ -10,3 +10,9 @@ def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def download(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor in host memory, pinned where it comes from a GPU; complete when this returns."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return host.copy_(tensor)

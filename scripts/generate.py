@@ -17,29 +17,67 @@ from accelerate import PartialState
 
 from diffusers_ardiff import MemoryLimitError, PromptSwitch
 from diffusers_ardiff.generation import GenerationRequest, generate_videos, load_pipeline
-from diffusers_ardiff.pipelines.stream import SWITCH_MODES
+from diffusers_ardiff.pipelines.prompts import SWITCH_MODES
 from diffusers_ardiff.recipes import list_recipes
+
+SWITCH_MODE_HELP = (
+    "what becomes of the past at a switch (default: %(default)s). recache: the window is rewritten under the new prompt; "
+    "text: it stays as it was written; flush: it is forgotten but for the sink; blend: it stays, and the prompt moves "
+    "over in --blend-chunks equal steps"
+)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line of this script."""
     parser = argparse.ArgumentParser(description="Generate videos, chunk by chunk, streamed to disk.")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="one video each")
-    parser.add_argument("--output", type=Path, default=Path("video.mp4"), help=".mp4; several prompts add a number")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("video.mp4"),
+        help=".mp4; several prompts add a number (default: %(default)s)",
+    )
     parser.add_argument("--num-frames", type=int, help="pixel frames of a video (default: the recipe's)")
     parser.add_argument("--height", type=int, help="pixels (default: the recipe's)")
     parser.add_argument("--width", type=int, help="pixels (default: the recipe's)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first video; the next ones count on")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first video; the next ones count on (default: %(default)s)"
+    )
     parser.add_argument("--image", type=Path, help="image file the video begins with")
     parser.add_argument("--video", type=Path, help="video file to continue, 1 + 4n frames")
-    parser.add_argument("--switch", nargs=2, action="append", default=[], metavar=("LATENT_FRAME", "PROMPT"))
-    parser.add_argument("--switch-mode", choices=SWITCH_MODES, default="recache")
-    parser.add_argument("--model", default="tiny", help="built-in model, diffusers folder or hub id")
+    parser.add_argument(
+        "--switch",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("LATENT_FRAME", "PROMPT"),
+        help="another prompt from the first chunk at or after this latent frame on; may be repeated",
+    )
+    parser.add_argument("--switch-mode", choices=SWITCH_MODES, default="recache", help=SWITCH_MODE_HELP)
+    parser.add_argument("--blend-chunks", type=int, default=0, help="chunks that a blend takes, at least 1 for it")
+    parser.add_argument("--model", default="tiny", help="built-in model, diffusers folder or hub id (default: tiny)")
     parser.add_argument("--checkpoint", help="original-layout weights to load over the model")
-    parser.add_argument("--recipe", help=f"a .json file or one of {', '.join(list_recipes())}")
+    parser.add_argument("--recipe", help=f"a .json file or one of {', '.join(list_recipes())} (default: the model's)")
     parser.add_argument("--fps", type=float, help="of the file (default: the recipe's)")
-    parser.add_argument("--limit-bytes", type=int, help="refuse to allocate more for a video's cache and decoder")
+    parser.add_argument(
+        "--limit-bytes", type=int, help="refuse to allocate more for a video's cache and decoder (default: no limit)"
+    )
     return parser.parse_args(argv)
+
+
+def read_switches(args: argparse.Namespace) -> list[PromptSwitch]:
+    """The prompt changes of the command line.
+
+    Raises:
+        ValueError: a bad frame number or bad options.
+    """
+    wrong = [frame for frame, _ in args.switch if not frame.isdecimal()]
+    if wrong:
+        raise ValueError(f"--switch takes a latent frame number (0, 1, 2, ...) and a prompt, got {wrong[0]!r}.")
+    return [
+        PromptSwitch(latent_frame=int(frame), prompt=prompt, mode=args.switch_mode, blend_chunks=args.blend_chunks)
+        for frame, prompt in args.switch
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,10 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seed=args.seed,
             image=args.image,
             video=args.video,
-            switches=[
-                PromptSwitch(latent_frame=int(frame), prompt=prompt, mode=args.switch_mode)
-                for frame, prompt in args.switch
-            ],
+            switches=read_switches(args),
             fps=args.fps,
             limit_bytes=args.limit_bytes,
         )

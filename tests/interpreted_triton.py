@@ -1,11 +1,19 @@
 """The Triton kernels on the CPU, by Triton's interpreter. Run by test_triton.py with TRITON_INTERPRET=1."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from masked_cases import FRAME, PIECES, actions_of, expected_masked, masked_forward, open_rows, row_of, shifted
 from paged_cases import expected_attention, make_inputs, make_states, relative_error, with_slots
+from rollouts import random_rows
 from torch.testing import assert_close
 from triton.runtime import interpreter
 
+from diffusers_ardiff.attention import registry
+from diffusers_ardiff.attention.backends import triton_paged
+from diffusers_ardiff.attention.kernels import key_views
+from diffusers_ardiff.attention.kernels.key_views import attend_keys
 from diffusers_ardiff.attention.kernels.paged_attention import attend_pages
 from diffusers_ardiff.attention.kernels.rope_write import QKNorm, norm_rope_write, rope_write
 from diffusers_ardiff.attention.kernels.tiles import AttentionConfig
@@ -109,6 +117,71 @@ def test_row_without_keys(num_splits: int) -> None:
     )
     assert not out[1].any() and (lse[1] == float("-inf")).all()
     assert out[0].isfinite().all() and lse[0].isfinite().all()
+
+
+# -- causal, over a view --------------------------------------------------------------------------------------------
+
+
+def check_view(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, causal: bool, **options) -> None:
+    """Query i of L sees the first N - L + i + 1 of N keys, or all of them; float64 softmax and log-sum-exp."""
+    config = AttentionConfig(**{**SMALL, **options})
+    out, lse = attend_keys(query, keys, values, causal=causal, softmax_scale=0.3, config=config)
+    num_queries, num_keys = query.shape[1], keys.shape[1]
+    scores = torch.einsum("blhd,bnhd->bhln", query.double(), keys.double()) * 0.3
+    if causal:
+        ends = torch.arange(num_keys - num_queries + 1, num_keys + 1)
+        scores = scores.masked_fill(torch.arange(num_keys) >= ends[:, None], float("-inf"))
+    expected = torch.einsum("bhln,bnhd->blhd", scores.softmax(-1), values.double())
+    assert relative_error(out, expected) < 1e-5
+    assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"), [(1, 1), (1, 40), (16, 16), (17, 17), (33, 70), (48, 96), (50, 257), (5, 130)]
+)
+def test_causal_is_bottom_right(num_queries: int, num_keys: int, num_splits: int, descriptors: bool) -> None:
+    """Tiles of 16 queries over tiles of 32 keys; splits that hide all of their keys from some queries of a tile. What
+    lies around the keys is NaN."""
+    pool = torch.full((2, 3 + num_keys + 40, 2, 16), float("nan"))
+    pool[:, 3 : 3 + num_keys] = torch.randn(2, num_keys, 2, 16)
+    keys, values = pool[:, None, 3 : 3 + num_keys]
+    query = torch.randn(1, num_queries, 2, 16)
+    for causal in (True, False):
+        check_view(query, keys, values, causal=causal, num_splits=num_splits, descriptors=descriptors)
+
+
+def test_rows_of_a_view_at_any_stride() -> None:
+    """A slice of each row, as a history range is; the rest of the pool is NaN."""
+    pool = torch.full((2, 3, 60, 2, 16), float("nan"))
+    pool[:, :, 7:48] = torch.randn(2, 3, 41, 2, 16)
+    keys, values = pool[:, :, 7:48]
+    for causal in (True, False):
+        check_view(torch.randn(3, 20, 2, 16), keys, values, causal=causal)
+
+
+def test_causal_needs_contiguous_rows() -> None:
+    with pytest.raises(ValueError, match="contiguous rows only"):
+        attend_pages(torch.randn(1, 3, 2, 16), make_inputs([20]), page_size=PAGE, softmax_scale=1.0, causal=True)
+
+
+@pytest.mark.parametrize("shuffle_seed", [None, 2])
+@pytest.mark.parametrize("frames", [1, 5])
+def test_masked_op(monkeypatch: pytest.MonkeyPatch, shuffle_seed: int | None, frames: int) -> None:
+    """Through the op on CPU tensors, in order and wrapped, beside and without extra rows; the pool is NaN."""
+    config = AttentionConfig(**SMALL)
+    monkeypatch.setattr(key_views, "choose_config", lambda *args, **kwargs: config)
+    backend = replace(triton_paged.BACKEND, device_types=frozenset({"cpu"}), unavailable=None)
+    monkeypatch.setattr(registry, "_backends", {**registry._backends, "triton": backend})
+    for num_extra in (0, 3):
+        branches, (history,) = open_rows(frames=frames, extra=num_extra, shuffle_seed=shuffle_seed)
+        spans = shifted(PIECES["mixed"], history.committed_end)
+        rows = random_rows(branches, FRAME)
+        extra = random_rows(branches, num_extra) if num_extra else None
+        out = masked_forward(branches, rows, spans, extra=extra, backend="triton")
+        expected = expected_masked(history, row_of(rows), spans, extra=actions_of(extra))
+        assert_close(out[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_half_precision() -> None:

@@ -378,7 +378,7 @@ def test_choice_by_platform(
                 select_backend(replace(FITS, is_hip=True), name)
 
 
-@pytest.mark.parametrize("module", [flash3, flash2, varlen, rocm], ids=lambda module: module.BACKEND.name)
+@pytest.mark.parametrize("module", [varlen, rocm], ids=lambda module: module.BACKEND.name)
 @pytest.mark.parametrize("need", ["needs_mask", "needs_lse"])
 def test_no_backend_drops_a_mask(machine: Machine, module: ModuleType, need: str) -> None:
     """Unknown keywords were once filtered out, masks with them (diffusers#12605)."""

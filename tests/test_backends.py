@@ -331,6 +331,7 @@ PICKY = replace(
     dtypes=frozenset({torch.bfloat16}),
     head_dims=frozenset({64, 128}),
     page_multiple=16,
+    masks=False,
 )
 FITS = AttentionRequest(device_type="cuda", dtype=torch.bfloat16, head_dim=128, page_size=16)
 

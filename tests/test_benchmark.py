@@ -2,17 +2,23 @@
 
 import json
 import runpy
+import statistics
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_components import PROMPT, QUICK, make_pipeline
 
 from diffusers_ardiff.benchmarks import OpCase, Timing, anchor_cases, measure_op, measure_write, time_interleaved
 from diffusers_ardiff.benchmarks.op import SteadyState
+from diffusers_ardiff.benchmarks.rollout import describe, measure_rollout
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
+ONE_STEP = QUICK.replace(
+    chunk_frames=1, num_sink_frames=0, num_window_frames=2, denoising_steps=(1000,), first_chunk_frames=None
+)
 TINY = {"num_heads": 2, "head_dim": 8, "num_queries": 24, "num_keys": 120, "sink_tokens": 24}
 
 
@@ -114,3 +120,23 @@ def test_script(
     report = json.loads((tmp_path / "op.json").read_text())
     assert [result["case"]["num_keys"] for result in report["results"]] == [96, 120]
     assert all(result["label"] in printed for result in report["results"])
+
+
+class TestRollout:
+    """The long-rollout benchmark on tiny components; its numbers are the timer's, so only what they say of is tested."""
+
+    def test_reports_every_chunk_and_a_constant_footprint(self) -> None:
+        pipe = make_pipeline(recipe=ONE_STEP)
+        pipe.set_progress_bar_config(disable=True)
+        result = measure_rollout(pipe, num_frames=4 * 63 + 1, decode=False, prompt=PROMPT)
+        assert len(result.chunk_seconds) == 64
+        assert result.first_steady_chunk == 3
+        assert result.footprint_after_fill == result.footprint_at_end
+        assert result.footprint_at_end.table_width == -(-2 * 6 // 16)
+        assert result.last_seconds == pytest.approx(statistics.median(result.chunk_seconds[-30:]))
+        assert result.after_fill_seconds == pytest.approx(statistics.median(result.chunk_seconds[3:33]))
+        assert "64 chunks" in describe(pipe.recipe, result, 4)
+
+    def test_refuses_a_rollout_too_short_to_compare(self) -> None:
+        with pytest.raises(ValueError, match="num_frames must be a whole number >= 252, got 100"):
+            measure_rollout(make_pipeline(recipe=ONE_STEP), num_frames=100)

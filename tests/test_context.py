@@ -8,7 +8,13 @@ import torch
 from rollouts import Rows, forward, make_manager, pool_bytes, random_rows
 
 from diffusers_ardiff.attention import paged_attention, paged_write_attn, supported_kernel_block_sizes
-from diffusers_ardiff.context import PagedForwardContext, PagedLayerContext, PagedLayerInputs, is_paged_context
+from diffusers_ardiff.context import (
+    PagedForwardContext,
+    PagedLayerContext,
+    PagedLayerInputs,
+    find_launch_plan,
+    is_paged_context,
+)
 
 
 @pytest.fixture
@@ -195,6 +201,58 @@ def test_inputs_do_not_outlive_their_context(branch) -> None:
         paged_write_attn(inputs, *random_rows([branch], 24))
 
 
+def test_inputs_end_with_their_forward() -> None:
+    """Inputs that a caller kept were still served after their forward, and after their session: they wrote into pages
+    that another session had been given meanwhile."""
+    manager = make_manager(24, 72)
+    for end in ("forward", "session"):
+        session = manager.open_session()
+        context = PagedForwardContext(session.branches, num_tokens=24).prepare()
+        inputs, rows = context.layer_inputs(0), random_rows(session.branches, 24)
+        paged_write_attn(inputs, *rows)
+        if end == "forward":
+            context.close()
+        session.close()
+        later = manager.open_session()
+        before = pool_bytes(manager.storage)
+        for call in (
+            lambda i=inputs, r=rows: paged_write_attn(i, *r),
+            lambda i=inputs, r=rows: paged_attention(r[0], i),
+        ):
+            with pytest.raises(RuntimeError, match="no longer exists"):
+                call()
+        assert torch.equal(pool_bytes(manager.storage), before)
+        later.close()
+        context.close()
+        assert context.is_prepared
+
+
+def test_a_context_knows_what_was_not_written(branch) -> None:
+    """Nothing told a layer that wrote its keys from one that was skipped."""
+    context = PagedForwardContext([branch], num_tokens=24)
+    assert context.unwritten_layers == (0, 1)
+    with context:
+        paged_attention(random_rows([branch], 24).query, context.layer_inputs(0))
+        paged_write_attn(context.layer_inputs(1), *random_rows([branch], 24))
+        assert context.unwritten_layers == (0,)
+    assert context.unwritten_layers == (0,)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_backend_named_late_is_used(branch, prepared: bool) -> None:
+    """A backend named after the context was made was dropped."""
+    context = PagedForwardContext([branch], num_tokens=24)
+    if prepared:
+        context.prepare()
+    context.use_backend("reference")
+    context.use_backend("reference")
+    plan = find_launch_plan(int(context.prepare().layer_inputs(0).launch[1]))
+    assert plan is not None
+    assert plan.backend == "reference"
+    with pytest.raises(ValueError, match=r"'reference'.*'sdpa'"):
+        context.use_backend("sdpa")
+
+
 # -- success and failure --------------------------------------------------------------------------------------------
 
 
@@ -290,6 +348,42 @@ def test_rows_commit_together_or_not_at_all() -> None:
     with pytest.raises(RuntimeError, match="can't be committed"):
         context.mark_committed()
     assert [branch.committed_tokens for branch in branches] == [0, 0]
+
+
+@pytest.mark.parametrize("undo", ["failure", "reset", "other commit"])
+def test_a_row_that_lost_its_forward_refuses_the_commit(undo: str) -> None:
+    """A later forward on the second row alone had failed, or the row was reset, or had committed that later forward: the
+    first row advanced and the second one did not, or not over the same tokens."""
+    first, second = (branches := make_manager(24, 72, branches_per_session=2).open_session(["a", "b"]).branches)
+    context = PagedForwardContext(branches, num_tokens=24)
+    with context:
+        paged_write_attn(context.layer_inputs(0), *random_rows(branches, 24))
+    if undo == "failure":
+        with pytest.raises(ArithmeticError), PagedForwardContext([second], num_tokens=24):
+            raise ArithmeticError
+    elif undo == "reset":
+        second.reset()
+    else:
+        forward([second], random_rows([second], 24))
+    position = second.committed_tokens
+    with pytest.raises(RuntimeError, match="can't be committed"):
+        context.mark_committed()
+    assert (first.committed_tokens, second.committed_tokens) == (0, position)
+
+
+def test_what_was_committed_already_is_a_no_op(branch) -> None:
+    """The check for a lost forward must not refuse a second commit, or one after the session's own."""
+    context = PagedForwardContext([branch], num_tokens=24)
+    with context:
+        pass
+    assert branch.commit() == 24
+    context.mark_committed()
+    context.mark_committed()
+    recache = PagedForwardContext([branch], num_tokens=24, start=0)
+    with recache:
+        pass
+    recache.mark_committed()
+    assert branch.committed_tokens == 24
 
 
 def test_failed_preparation_gives_the_branches_back(branch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_script_writes_video_and_contact_sheet(model: Path, tmp_path: Path) -> N
         (["--image", "missing.png"], ["missing.png"]),
         (["--limit-bytes", 1000], ["1,000", "bytes"]),
         (["--fps", 0], ["fps", "0"]),
-        (["--switch", "one", "a blue square"], ["one"]),
+        (["--switch", "one", "a blue square"], ["--switch", "latent frame number", "'one'"]),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else None,
 )
@@ -126,6 +126,15 @@ def test_prompt_switch_changes_what_follows(model: Path, tmp_path: Path) -> None
         for s in ([], [switch])
     )
     assert (plain[9:] != switched[9:]).any()
+
+
+def test_switch_options(model: Path, tmp_path: Path) -> None:
+    blend = ("--switch", 3, "a blue square", "--switch-mode", "blend", "--blend-chunks", 2)
+    arguments = ("--model", model, "--num-frames", 33, "--output", tmp_path / "options.mp4")
+    assert run_main(PROMPT, *arguments, *blend) == 0
+    switch = PromptSwitch(latent_frame=3, prompt="a blue square", mode="blend", blend_chunks=2)
+    generate(model, prompts=[PROMPT], output=tmp_path / "switch.mp4", num_frames=33, switches=[switch])
+    np.testing.assert_array_equal(*(read_video(tmp_path / f"{name}.mp4")[0] for name in ("options", "switch")))
 
 
 def test_failure_in_the_middle_keeps_the_old_file(

@@ -8,7 +8,7 @@ import pytest
 import diffusers_ardiff
 
 ROOT = Path(diffusers_ardiff.__file__).parent
-LAYERS = ["cache", "context", "attention", "processors", "pipelines"]
+LAYERS = ["cache", "masks", "launch", "context", "attention", "processors", "pipelines"]
 INTEGERS_ONLY = ["cache/ring.py", "cache/allocator.py", "cache/plan.py", "validation.py"]
 
 
@@ -57,14 +57,14 @@ def test_policy_imports_only_policy(name: str) -> None:
     assert own <= allowed
 
 
-@pytest.mark.parametrize("layer", ["cache", "context", "attention"])
+@pytest.mark.parametrize("layer", ["cache", "launch", "context", "attention"])
 def test_core_does_not_know_the_host_library(layer: str) -> None:
     for path in files_of(layer):
         roots = {imported.split(".")[0] for imported in runtime_imports(path)}
         assert not roots & {"diffusers", "transformers", "accelerate"}, path
 
 
-@pytest.mark.parametrize("layer", ["cache", "context"])
+@pytest.mark.parametrize("layer", ["cache", "launch", "context"])
 def test_storage_and_contexts_know_no_kernels(layer: str) -> None:
     for path in files_of(layer):
         assert not any(n.startswith(("torch.nn", "triton", "flash_attn")) for n in runtime_imports(path)), path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tiny_components import (
 )
 
 from diffusers_ardiff import ARDiffusionPipeline, CacheOptions, MemoryLimitError
+from diffusers_ardiff.attention import get_backend, registry
 from diffusers_ardiff.pipelines import ARStream
 
 
@@ -157,6 +159,25 @@ class TestCacheOptions:
     def test_backend_by_name(self, pipe: ARDiffusionPipeline) -> None:
         reference = latents_of(pipe, cache=CacheOptions(backend="reference"))
         torch.testing.assert_close(reference, latents_of(pipe), rtol=0, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"kv_dtype": torch.bfloat16}, {"backend": "reference"}, {"page_size": 64}],
+        ids=lambda options: next(iter(options)),
+    )
+    def test_given_pool_dictates_its_options(self, pipe: ARDiffusionPipeline, options: dict[str, Any]) -> None:
+        """A pool of another dtype was refused, and one of a named backend was used with whichever was chosen."""
+        manager = pipe.create_cache(cache=CacheOptions(**options))
+        with pipe.stream(PROMPT, cache=manager, output_type="latent", generator=seed(0)) as stream:
+            assert pipe.paged_attachment(options.get("backend")) is stream.rollout._attachment
+            shared = torch.cat([next(stream).latents for _ in range(2)], dim=2)
+        assert torch.equal(shared, latents_of(pipe, cache=CacheOptions(**options))[:, :, :6])
+
+    def test_page_size_follows_the_backend(self, pipe: ARDiffusionPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The page size was asked of whichever backend accepts pages of 16, so one that wants 24 was passed over."""
+        wants_24 = replace(get_backend("sdpa"), name="wants-24", rank=-1, page_multiple=24)
+        monkeypatch.setattr(registry, "_backends", {**registry._backends, "wants-24": wants_24})
+        assert pipe.create_cache().geometry.page_size == 24
 
     def test_kv_dtype_is_its_own_option(self, pipe: ARDiffusionPipeline) -> None:
         """The K/V dtype followed an unrelated flag."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -154,6 +155,12 @@ class TestGivenFrames:
         known = encode_video(pipe.vae, video.transpose(1, 2) * 2 - 1)
         assert torch.equal(torch.cat(committed[: len(sizes)], dim=2), known)
         assert torch.equal(latents[:, :, : known.shape[2]], known), "what was given comes first, unchanged"
+
+    def test_chunks_of_a_long_video_are_counted_at_once(self) -> None:
+        """Every chunk summed all before it: four hours at 16 frames a second took seconds to plan, a day minutes."""
+        start = time.perf_counter()
+        assert generated_chunk_sizes(QUICK, 0, 360_000) == [3] * 120_000
+        assert time.perf_counter() - start < 5
 
     def test_given_frames_are_cut_like_generated_ones(self, pipe: ARDiffusionPipeline) -> None:
         """With a first chunk of 1 frame, 7 given latents were committed as 3, 3, 1, which no such model has seen."""
@@ -350,9 +357,12 @@ class TestNoise:
         assert torch.equal(first, latents_of(pipe, step_noise=noise))
 
     def test_too_little_step_noise(self, pipe: ARDiffusionPipeline) -> None:
-        """A bare IndexError came out of the middle of the rollout."""
-        with pytest.raises(ValueError, match=r"`step_noise` holds noise for \(1, 1\).*chunk 1, step 0"):
-            latents_of(pipe, step_noise=torch.randn(1, 1, 1, 16, 3, 4, 6))
+        """A bare IndexError came out of the middle of the rollout; only an endless stream can get there now."""
+        noise = torch.randn(1, 1, 1, 16, 3, 4, 6)
+        with pipe.stream(PROMPT, step_noise=noise, recipe=QUICK) as stream:
+            next(stream)
+            with pytest.raises(ValueError, match=r"`step_noise` holds noise for \(1, 1\).*chunk 1, step 0"):
+                next(stream)
 
 
 class TestGuidance:
@@ -601,6 +611,42 @@ class TestCallbacks:
                 callback_on_step_end_tensor_inputs=["prompt_embeds"],
             )
 
+    @pytest.mark.parametrize("returns", [True, False])
+    def test_prompt_edited_in_place_is_used(self, pipe: ARDiffusionPipeline, returns: bool) -> None:
+        """The embeddings were compared by identity, so what a callback wrote into them changed nothing."""
+
+        def edit(_pipe: Any, step: int, _timestep: float, tensors: dict[str, Any]) -> dict[str, Any]:
+            if step == 0:
+                tensors["prompt_embeds"].copy_(random_embeds(4))
+            return tensors if returns else {}
+
+        call = {
+            "recipe": QUICK.replace(denoising_steps=(1000,)),
+            "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"],
+        }
+        swap = {"prompt_embeds": random_embeds(4)}
+        replaced = latents_of(pipe, callback_on_step_end=lambda *_args: swap, **call)
+        assert torch.equal(latents_of(pipe, callback_on_step_end=edit, **call), replaced)
+
+    def test_negative_embeds_without_guidance(self, pipe: ARDiffusionPipeline) -> None:
+        """A KeyError of an inner dictionary."""
+        embeds = {"negative_prompt_embeds": random_embeds(1)}
+        with pytest.raises(ValueError, match="runs without guidance, so it takes no negative prompt"):
+            latents_of(pipe, callback_on_step_end=lambda *_args: embeds)
+
+    def test_call_inside_a_callback(self, pipe: ARDiffusionPipeline) -> None:
+        """What a callback wrote after the first nested call went to the nested call's state."""
+
+        def nest(pipe: ARDiffusionPipeline, step: int, _timestep: float, _tensors: Any) -> None:
+            if step == 0:
+                latents_of(pipe, num_frames=9, guidance_scale=1.0)
+            else:
+                pipe._interrupt = True
+
+        with record_forwards(pipe.transformer) as forwards:
+            latents_of(pipe, num_frames=33, callback_on_step_end=nest)
+        assert len(forwards) == 2 + 2
+
     def test_guidance_scale_is_read_at_every_step(self, pipe: ARDiffusionPipeline) -> None:
         """Callbacks of diffusers write ``_guidance_scale``; it had no effect, and was gone after the call."""
 
@@ -645,3 +691,14 @@ class TestCallbacks:
             with pipe.stream(PROMPT, num_frames=num_frames, recipe=QUICK, output_type="latent") as stream:
                 next(stream)
                 assert pipe.num_timesteps == expected
+
+
+def test_replaced_block_is_paged_in_the_next_call() -> None:
+    """A block swapped between two calls ran stock attention without history, in silence."""
+    pipe = make_pipeline(recipe=QUICK)
+    before = latents_of(pipe, num_frames=33)
+    pipe.transformer.blocks[1] = make_transformer().blocks[0]
+    after = latents_of(pipe, num_frames=33)
+    fresh = make_pipeline(recipe=QUICK, transformer=pipe.transformer)
+    assert torch.equal(after, latents_of(fresh, num_frames=33))
+    assert not torch.equal(after, before)

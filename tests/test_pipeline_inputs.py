@@ -16,13 +16,14 @@ from tiny_components import (
     latents_of,
     make_pipeline,
     make_tokenizer,
+    make_transformer,
     random_embeds,
     record_forwards,
     record_pools,
     seed,
 )
 
-from diffusers_ardiff import ARDiffusionPipeline
+from diffusers_ardiff import ARDiffusionPipeline, PromptSwitch
 from diffusers_ardiff.pipelines.text import encode_text
 
 EMBEDS = random_embeds(1)
@@ -73,6 +74,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"has to be in \['latents', 'prompt_embeds', 'negative_prompt_embeds'\], but found \['noise'\]",
     ),
     "generators": ({"generator": [seed(0), seed(1)]}, ValueError, "list of 2 generators was given for 1 videos"),
+    "generators of another kind": ({"generator": [0]}, TypeError, r"torch\.Generator or a list of them, got \[0\]"),
     "no videos": (
         {"num_videos_per_prompt": 0},
         ValueError,
@@ -100,6 +102,35 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"\(1 or 1, 16, 3, 4, 6\), got \(1, 16, 3, 4, 4\)",
     ),
+    "guidance nan": (
+        {"guidance_scale": float("nan")},
+        ValueError,
+        "guidance_scale must be a finite number >= 0, got nan",
+    ),
+    "guidance below 0": ({"guidance_scale": -1.0}, ValueError, "finite number >= 0, got -1.0"),
+    "text width": (
+        {"prompt": None, "prompt_embeds": EMBEDS[..., :31]},
+        ValueError,
+        r"`prompt_embeds` must be \(prompts, text_len, 32\) for this transformer, got \(1, 12, 31\)",
+    ),
+    "negative text width": (
+        {"negative_prompt_embeds": EMBEDS[..., :31], "guidance_scale": 3.0},
+        ValueError,
+        "`negative_prompt_embeds` must be",
+    ),
+    "switch text width": (
+        {"prompt_schedule": [PromptSwitch(latent_frame=3, prompt_embeds=EMBEDS[..., :31])]},
+        ValueError,
+        "prompt switch at latent frame 3` must be",
+    ),
+    "step noise chunks": (
+        {"step_noise": torch.randn(1, 1, 1, 16, 3, 4, 6)},
+        ValueError,
+        r"at least \(2, 1\) chunks and steps of \(1, 16, 3, 4, 6\), got \(1, 1, 1, 16, 3",
+    ),
+    "step noise size": ({"step_noise": torch.randn(2, 1, 1, 16, 4, 4, 6)}, ValueError, "`step_noise` must be"),
+    "step noise list": ({"step_noise": [0.0]}, TypeError, "must be a tensor or a function, got list"),
+    "cache": ({"cache": 10**9}, TypeError, r"`cache` must be CacheOptions.*create_cache\(\), got 1000000000"),
     "recipe": ({"recipe": "sora"}, ValueError, "unknown recipe 'sora': known are .*'longlive'"),
 }
 
@@ -116,8 +147,65 @@ def test_bad_argument(
 
 
 def test_unknown_argument_of_a_stream(pipe: ARDiffusionPipeline) -> None:
-    with pytest.raises(TypeError, match="num_inference_steps"):
-        pipe.stream(PROMPT, num_inference_steps=50)
+    """The error spoke of a class that no user has heard of."""
+    with pytest.raises(
+        TypeError, match=r"^stream\(\) got an unexpected argument 'num_frame'; did you mean 'num_frames'"
+    ):
+        pipe.stream(PROMPT, num_frame=9)
+    with pytest.raises(TypeError, match=r"^astream\(\) .* 'steps_per_video'; known: .*num_frames, .*generator"):
+        pipe.astream(PROMPT, steps_per_video=50)
+
+
+@pytest.mark.usefixtures("untouched")
+def test_endless_stream_with_noise_of_another_rank(pipe: ARDiffusionPipeline) -> None:
+    """Its frames were counted before its rank was: an IndexError."""
+    with pytest.raises(ValueError, match=r"= \(1, 16, any, 4, 6\), got \(4, 6\)"):
+        pipe.stream(PROMPT, latents=torch.randn(4, 6))
+
+
+@pytest.mark.usefixtures("untouched")
+def test_endless_stream_whose_given_frames_fill_the_history(pipe: ARDiffusionPipeline) -> None:
+    """An endless call over full history was not checked at all, and failed in a commit."""
+    recipe = QUICK.replace(num_sink_frames=0, num_window_frames=None, max_latent_frames=6)
+    with pytest.raises(ValueError, match="full history of at most 6"):
+        pipe.stream(PROMPT, context_latents=torch.randn(1, 16, 6, 4, 6), recipe=recipe)
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("call", [{}, {"output_type": "latent", "image": VIDEO[:, 0].expand(2, -1, -1, -1)}])
+def test_sliced_vae(pipe: ARDiffusionPipeline, call: dict[str, Any]) -> None:
+    """Slicing was refused by the first chunk's decoder, after the pool and all the steps."""
+    pipe.vae.enable_slicing()
+    try:
+        with pytest.raises(NotImplementedError, match="sliced VAE"):
+            pipe([PROMPT, PROMPT], num_frames=9, **call)
+    finally:
+        pipe.vae.disable_slicing()
+
+
+def test_tuple_of_generators(pipe: ARDiffusionPipeline) -> None:
+    """A tuple passed the checks and failed at the first draw."""
+    have, want = (latents_of(pipe, [PROMPT, "blue"], generator=kind([seed(0), seed(1)])) for kind in (tuple, list))
+    assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"transformer": {"in_channels": 36}}, "36 input and 16 output channels .* is not supported"),
+        ({"transformer": {"in_channels": 12, "out_channels": 12}}, "12 latent channels and the VAE 16"),
+        ({"transformer": {"patch_size": (2, 2, 2)}}, "patches span 2 latent frames is not supported"),
+    ],
+    ids=["image model", "VAE of another model", "temporal patch"],
+)
+def test_model_that_is_not_supported(parts: dict[str, Any], message: str) -> None:
+    """The first forward failed inside the transformer, after the pool had been allocated."""
+    pipe = make_pipeline(QUICK, **{name: make_transformer(**config) for name, config in parts.items()})
+    with record_pools() as pools, pytest.raises(ValueError, match=message):
+        pipe(PROMPT, num_frames=9)
+    assert not pools
+    with pytest.raises(ValueError, match=message):
+        pipe.plan_memory()
 
 
 class TestMissingComponents:
@@ -135,8 +223,17 @@ class TestMissingComponents:
                 {"prompt": None, "prompt_embeds": EMBEDS, "guidance_scale": 3.0},
                 r"\['tokenizer', 'text_encoder'\]",
             ),
+            (
+                ("text_encoder", "tokenizer"),
+                {
+                    "prompt": None,
+                    "prompt_embeds": EMBEDS,
+                    "prompt_schedule": [PromptSwitch(latent_frame=3, prompt="blue")],
+                },
+                r"\['tokenizer', 'text_encoder'\]",
+            ),
         ],
-        ids=["decode", "encode", "text", "transformer", "negative text"],
+        ids=["decode", "encode", "text", "transformer", "negative text", "text of a switch"],
     )
     def test_refused(self, parts: tuple[str, ...], call: dict[str, Any], missing: str) -> None:
         pipe = make_pipeline(QUICK, **dict.fromkeys(parts))

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dense import relative_error
-from diffusers import FluxTransformer2DModel, SkyReelsV2Transformer3DModel, WanTransformer3DModel
+from diffusers import (
+    FirstBlockCacheConfig,
+    FluxTransformer2DModel,
+    SkyReelsV2Transformer3DModel,
+    WanTransformer3DModel,
+)
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from tiny_wan import (
@@ -27,6 +32,7 @@ from tiny_wan import (
 )
 from torch.testing import assert_close
 
+from diffusers_ardiff.attention import op
 from diffusers_ardiff.cache import TextKV
 from diffusers_ardiff.context import PagedForwardContext
 from diffusers_ardiff.processors import (
@@ -161,14 +167,48 @@ def test_nested_use_detaches_at_the_outermost_exit(transformer) -> None:
     assert same_objects(host_objects(transformer), found)
 
 
-@pytest.mark.parametrize("part", ["processor", "rope"])
+def test_with_leaves_in_what_was_attached_before_it(transformer) -> None:
+    """``with`` around one forward took out the processors that ``attach()`` had put in for good; only a ``with`` that
+    put them in, or that takes over from ``attach_paged_attention``, may."""
+    paged = PagedAttachment(transformer).attach()
+    ours = host_objects(transformer)
+    with paged, paged:
+        pass
+    assert paged.attached
+    assert same_objects(host_objects(transformer), ours)
+    paged.detach()
+    with paged:
+        assert paged.attached
+    assert not paged.attached
+
+
+def test_failed_attach_is_undone(transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer refused its processor: the first one kept ours, on a transformer that counted as detached."""
+    found, paged = host_objects(transformer), PagedAttachment(transformer)
+    for failing in (transformer.blocks[1].attn1, None):
+        with monkeypatch.context() as patch:
+            if failing is not None:
+                patch.setattr(failing, "set_processor", lambda processor: 1 / 0)
+            else:
+                patch.setattr(type(transformer), "__setattr__", lambda self, name, value: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                paged.attach()
+        assert same_objects(host_objects(transformer), found)
+        assert not paged.attached
+    with paged.attach():
+        assert not same_objects(host_objects(transformer), found)
+
+
+@pytest.mark.parametrize("part", ["processor", "rope", "block"])
 def test_a_later_swap_is_not_undone_in_silence(transformer, part: str) -> None:
     """A rope module that somebody put in later was thrown away on detach."""
     paged = attach_paged_attention(transformer)
-    attn = transformer.blocks[0].attn1
+    block, attn = transformer.blocks[0], transformer.blocks[0].attn1
     ours, rope = attn.processor, transformer.rope
     if part == "rope":
         transformer.rope = torch.nn.Identity()
+    elif part == "block":
+        transformer.blocks[0] = tiny_transformer().blocks[0]
     else:
         attn.set_processor(WanAttnProcessor())
     theirs = host_objects(transformer)
@@ -176,7 +216,7 @@ def test_a_later_swap_is_not_undone_in_silence(transformer, part: str) -> None:
         paged.detach()
     assert same_objects(host_objects(transformer), theirs)
     attn.set_processor(ours)
-    transformer.rope = rope
+    transformer.rope, transformer.blocks[0] = rope, block
     paged.detach()
     assert not paged.attached
 
@@ -194,9 +234,14 @@ def test_other_models_are_refused_with_what_is_missing() -> None:
 
 
 def test_missing_part_of_a_block_is_named(transformer) -> None:
+    """Only the first block was looked at."""
     transformer.blocks[0].attn1.norm_k = None
     with pytest.raises(TypeError, match=r"\['blocks\.0\.attn1\.norm_k'\]"):
         attach_paged_attention(transformer)
+    later = tiny_transformer()
+    later.blocks[1].attn2.to_k = None
+    with pytest.raises(TypeError, match=r"\['blocks\.1\.attn2\.to_k'\]"):
+        attach_paged_attention(later)
     empty = SimpleNamespace(blocks=[], rope=None, condition_embedder=None, config=None)
     with pytest.raises(TypeError, match=r"\['blocks'\]"):
         attach_paged_attention(empty)
@@ -219,9 +264,87 @@ def test_binding_needs_an_attached_transformer_and_one_forward(transformer) -> N
         with pytest.raises(RuntimeError, match="another forward is bound"), run.paged.bind(context, rotary):
             pass
         assert transformer.rope.rotary is rotary
+        run_host(transformer, latents_of(3), 500, text_of())
     run.paged.detach()
     with pytest.raises(RuntimeError, match="attach the paged processors"), run.paged.bind(context, rotary):
         pass
+
+
+def test_skipped_blocks_are_not_committed(transformer) -> None:
+    """A cache of the host skips blocks whose input has hardly changed: their keys stayed unwritten, no layer raised, and
+    the commit advanced over them."""
+    transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+    run = PagedRun(transformer, 0, 6)
+    with transformer.cache_context("cond"):
+        run.forward(latents_of(3), 500, text_of(), commit=False)
+        with pytest.raises(RuntimeError, match=r"layers \[1\] wrote no keys.*disable_cache"):
+            run.forward(latents_of(3), 499, text_of())
+    assert run.branches[0].commit() == 0
+    transformer.disable_cache()
+    run.forward(latents_of(3), 499, text_of())
+    assert run.branches[0].committed_tokens == 3 * TOKENS
+
+
+@pytest.mark.parametrize("part", ["processors", "block"])
+@pytest.mark.parametrize("bound", [False, True])
+def test_swapped_parts_are_not_committed(transformer, part: str, bound: bool) -> None:
+    """The user swapped processors or a block after attaching: the forward ran on stock attention, wrote nothing, and was
+    committed."""
+    run = PagedRun(transformer, 0, 6)
+    context = PagedForwardContext(run.branches, num_tokens=3 * TOKENS)
+
+    def swap() -> None:
+        if part == "block":
+            transformer.blocks[1] = tiny_transformer().blocks[1]
+        else:
+            transformer.set_attn_processor(WanAttnProcessor())
+
+    def swap_and_run() -> None:
+        with context, run.paged.bind(context, run.rope([range(3)], 2, 3)):
+            swap()
+            run_host(transformer, latents_of(3), 500, text_of())
+
+    if not bound:
+        swap()
+    with pytest.raises(RuntimeError, match="wrote no keys" if bound else "undo the later swap"):
+        swap_and_run()
+    assert run.branches[0].commit() == 0
+
+
+def test_replaced_block_is_noticed_when_attaching_again(transformer) -> None:
+    """An attachment keeps the modules that it found; a block put in later was left on stock attention in silence."""
+    paged = attach_paged_attention(transformer)
+    paged.detach()
+    block, transformer.blocks[1] = transformer.blocks[1], tiny_transformer().blocks[1]
+    found = host_objects(transformer)
+    for enter in (paged.attach, paged.__enter__):
+        with pytest.raises(RuntimeError, match="make a new attachment"):
+            enter()
+    assert same_objects(host_objects(transformer), found)
+    transformer.blocks[1] = block
+    with paged:
+        pass
+
+
+def test_bind_hands_over_its_backend(transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend named at the attachment was dropped where the forward named none: the default one ran."""
+    used = []
+    plain = op.select_backend
+    monkeypatch.setattr(op, "select_backend", lambda request, name: used.append(name) or plain(request, name))
+    PagedRun(transformer, 0, 6, backend="reference").forward(latents_of(3), 500, text_of())
+    assert used == ["reference"] * 2
+
+
+def test_two_named_backends_are_refused(transformer) -> None:
+    """The forward's backend won over the attachment's in silence."""
+    run = PagedRun(transformer, 0, 6, backend="reference")
+    rotary = run.rope([range(3)], 2, 3)
+    context = PagedForwardContext(run.branches, num_tokens=3 * TOKENS, backend="sdpa")
+    with pytest.raises(ValueError, match=r"'sdpa'.*'reference'"), context, run.paged.bind(context, rotary):
+        pass
+    same = PagedForwardContext(run.branches, num_tokens=3 * TOKENS, backend="reference")
+    with same, run.paged.bind(same, rotary):
+        run_host(transformer, latents_of(3), 500, text_of())
 
 
 def test_dense_mask_is_refused_not_dropped() -> None:
@@ -271,6 +394,20 @@ def test_text_is_projected_once_a_prompt(transformer) -> None:
         with context, run.paged.bind(context, run.rope([range(3)], 2, 3), text):
             run_host(transformer, latents_of(3), 500, torch.zeros(1, 1, TEXT_DIM))
     assert len(calls) == 4
+
+
+def test_text_under_group_offloading(transformer) -> None:
+    """Text K/V call parts of a block, and block-level offloading brings the block in only when it is called itself:
+    weights were met on the wrong device. Leaf-level hooks sit on those parts."""
+    expected = attach_paged_attention(tiny_transformer()).compute_text_kv(text_of())
+    cpu = torch.device("cpu")
+    transformer.enable_group_offload(cpu, cpu, offload_type="leaf_level")
+    text = attach_paged_attention(transformer).compute_text_kv(text_of())
+    assert torch.equal(text.layers[1].key, expected.layers[1].key)
+    whole = tiny_transformer()
+    whole.enable_group_offload(cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
+    with pytest.raises(NotImplementedError, match="leaf_level"):
+        attach_paged_attention(whole).compute_text_kv(text_of())
 
 
 def test_failed_text_leaves_the_old_one(transformer) -> None:

@@ -401,7 +401,7 @@ class TestBadSwitches:
     @pytest.mark.parametrize(
         ("switch", "message"),
         [
-            ({"mode": "reset"}, r"unknown prompt switch mode 'reset'; known: \['text', 'recache', 'flush'\]"),
+            ({"mode": "reset"}, r"unknown prompt switch mode 'reset'; known: \['text', 'recache', 'flush', 'blend'\]"),
             ({"keep_frames": 2}, "keep_frames=2 only goes with mode 'flush'"),
             ({"mode": "flush", "keep_frames": -1}, "keep_frames must be a whole number >= 0"),
             ({"prompt": "blue"}, "exactly one of them|either"),

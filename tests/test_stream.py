@@ -25,7 +25,7 @@ from tiny_components import (
     seed,
 )
 
-from diffusers_ardiff import ARChunk, ARDiffusionPipeline, CacheOptions
+from diffusers_ardiff import ARChunk, ARDiffusionPipeline, CacheOptions, PromptSwitch
 from diffusers_ardiff.context import PagedForwardContext
 from diffusers_ardiff.pipelines import ARStream
 
@@ -35,7 +35,7 @@ def pipe() -> ARDiffusionPipeline:
     return make_pipeline(QUICK)
 
 
-def stream_of(pipe: ARDiffusionPipeline, prompt: str = PROMPT, **call: Any) -> ARStream:
+def stream_of(pipe: ARDiffusionPipeline, prompt: str | list[str] = PROMPT, **call: Any) -> ARStream:
     """A latent stream from seed 0 unless told otherwise."""
     return pipe.stream(prompt, **{"generator": seed(0), "output_type": "latent"} | call)
 
@@ -184,9 +184,27 @@ class TestEnd:
     def test_closed_by_a_callback(self, pipe: ARDiffusionPipeline) -> None:
         manager = pipe.create_cache()
         stream = stream_of(pipe, cache=manager, callback_on_step_end=lambda *_args: stream.close())
-        with pytest.raises(RuntimeError, match="closed"):
-            next(stream)
+        assert list(stream) == []
         assert manager.allocator.num_used == 0
+
+    @pytest.mark.parametrize("last_step", [0, 1])
+    def test_closed_by_a_callback_ends_without_a_chunk(self, pipe: ARDiffusionPipeline, last_step: int) -> None:
+        """Closed in a chunk's last step, a pixel stream handed out latents as the chunk's frames."""
+
+        def close(_pipe: Any, step: int, *_args: Any) -> None:
+            if step == 2 + last_step:
+                stream.close()
+
+        stream = stream_of(pipe, output_type="np", callback_on_step_end=close)
+        assert [chunk.frames.shape for chunk in stream] == [(1, 9, 32, 48, 3)]
+
+    def test_stop_iteration_of_user_code_is_no_end(self, pipe: ARDiffusionPipeline) -> None:
+        """An iterator of noise that was too short silently gave a shorter video."""
+        noise = iter([torch.zeros(1, 16, 3, 4, 6)])
+        with record_pools() as pools, pytest.raises(RuntimeError, match="raised StopIteration before the video's end"):
+            pipe(PROMPT, num_frames=21, step_noise=lambda *_args: next(noise))
+        gc.collect()
+        assert [pool() for pool in pools] == [None]
 
     def test_vae_that_cannot_stream_takes_no_pages(self, pipe: ARDiffusionPipeline) -> None:
         """A tiled VAE was refused after the sessions had been opened, and their pages stayed taken."""
@@ -197,8 +215,9 @@ class TestEnd:
         assert manager.allocator.num_used == 0
 
     def test_text_that_does_not_fit_takes_no_pages(self, pipe: ARDiffusionPipeline) -> None:
+        """Embeddings of another width were refused in the text embedder, after the pages had been taken."""
         manager = pipe.create_cache()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ValueError, match=r"must be \(prompts, text_len, 32\) for this transformer"):
             pipe.stream(prompt_embeds=torch.randn(1, 12, 31), cache=manager)
         assert manager.allocator.num_used == 0
 
@@ -252,6 +271,15 @@ class TestSharedPool:
         with pytest.raises(ValueError, match=r"the given cache holds .*pipe\.create_cache"):
             stream_of(pipe, cache=manager, **call)
 
+    def test_text_of_the_sessions_is_what_forwards_read(self, pipe: ARDiffusionPipeline) -> None:
+        """Forwards read a second copy of the text, so another one given to a session had no effect."""
+        prompts = [PROMPT, "blue square moving left"]
+        want = latents_of(pipe, prompts, num_frames=9, generator=[seed(0), seed(7)])
+        streams = (stream_of(pipe, [PROMPT, PROMPT], generator=[seed(0), seed(7)]), stream_of(pipe, prompts[1]))
+        with streams[0] as stream, streams[1] as other:
+            stream.rollout.sessions[1].branch().text = other.rollout.sessions[0].branch().text
+            assert torch.equal(next(stream).latents, want)
+
     def test_freed_pages_hold_no_secrets(self, pipe: ARDiffusionPipeline) -> None:
         """Pages come back dirty; a pool full of NaN gives the same bits as a fresh one."""
         manager = pipe.create_cache()
@@ -284,14 +312,36 @@ class TestReset:
         for chunk, other in zip(first, again, strict=True):
             assert torch.equal(chunk.latents, other.latents) and torch.equal(chunk.frames, other.frames)
 
+    def test_reset_begins_the_whole_call_again(self, pipe: ARDiffusionPipeline) -> None:
+        """Given frames and prompt switches were used up by the first video, and the steps counted on."""
+        steps: list[int] = []
+        call = {
+            "image": Image.new("RGB", (48, 32), "red"),
+            "prompt_schedule": [PromptSwitch(latent_frame=4, prompt="blue square", mode="recache")],
+            "callback_on_step_end": lambda _pipe, step, *_args: steps.append(step),
+            "latents": self.noise()[:, :, :6],
+            "recipe": QUICK.replace(denoising_steps=(1000,)),
+            "num_frames": 25,
+        }
+        with stream_of(pipe, output_type="pt", **call) as stream:
+            first = take(stream, 3)
+            stream.reset()
+            stream.switch_prompt(PROMPT)
+            again = list(stream)
+        assert steps == [0, 1, 0, 1]
+        assert [chunk.is_given for chunk in again] == [True, False, False]
+        for chunk, other in zip(first, again, strict=True):
+            assert torch.equal(chunk.latents, other.latents) and torch.equal(chunk.frames, other.frames)
+
     def test_reset_of_the_decoder_alone(self, pipe: ARDiffusionPipeline) -> None:
+        """A decoder reset on the way began with a short chunk, so a bounded video ended three frames early."""
         plain = latents_of(pipe, num_frames=33)
-        with stream_of(pipe, output_type="pt") as stream:
+        with stream_of(pipe, output_type="pt", num_frames=33) as stream:
             chunks = take(stream, 2)
             stream.reset(keep=("history", "text"))
-            chunks.append(next(stream))
+            chunks += list(stream)
         assert torch.equal(torch.cat([chunk.latents for chunk in chunks], dim=2), plain)
-        assert [chunk.frames.shape[1] for chunk in chunks] == [9, 12, 9]
+        assert [chunk.frames.shape[1] for chunk in chunks] == [9, 12, 12]
 
     def test_reset_of_the_history_alone(self, pipe: ARDiffusionPipeline) -> None:
         with stream_of(pipe, output_type="pt") as stream:

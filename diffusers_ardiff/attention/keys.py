@@ -101,6 +101,15 @@ def stage_rows(inputs: PagedLayerInputs, plan: LaunchPlan) -> None:
         held[row.staging_row] = row.staging_key
 
 
+def staged_view(inputs: PagedLayerInputs, plan: LaunchPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """``dense_view`` (R, N, H, D), after staging fragmented rows where that yields one; None where nothing does."""
+    rows = plan.rows
+    if len({row.seq_len for row in rows}) != 1 or len({row.staging_row is None for row in rows}) != 1:
+        return None
+    stage_rows(inputs, plan)
+    return dense_view(inputs, plan)
+
+
 def padded_gather(
     inputs: PagedLayerInputs, plan: LaunchPlan
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -5,6 +5,8 @@ The schema mutates exactly the two pools. What varies between forwards is a tens
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..context import LaunchPlan, PagedLayerInputs, find_launch_plan
@@ -31,12 +33,36 @@ def _choose(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan) -> 
         head_dim=inputs.key_pool.shape[-1],
         page_size=plan.page_size,
         is_hip=query.is_cuda and torch.version.hip is not None,
+        needs_mask=plan.mask is not None,
     )
     return select_backend(request, plan.backend)
 
 
 def _plan_of(inputs: PagedLayerInputs) -> LaunchPlan:
     return find_launch_plan(int(inputs.launch[1])) or layout_from_tensors(inputs.launch, inputs.seq_lens)
+
+
+def _check_queries(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan) -> None:
+    if plan.mask is None:
+        return
+    num_tokens, num_extra = plan.mask.num_tokens, plan.mask.num_extra
+    if query.shape[0] != inputs.seq_lens.shape[0] or query.shape[1] not in (num_tokens, num_tokens + num_extra):
+        raise ValueError(
+            f"under full_attn_spans a forward of {num_tokens} tokens and {num_extra} extra rows takes one query a token, "
+            f"then none or one an extra row, for each of {inputs.seq_lens.shape[0]} rows; got {tuple(query.shape[:2])}."
+        )
+
+
+def _attend(
+    query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, backend: AttentionBackend, softmax_scale: float
+) -> torch.Tensor:
+    rows = query.to(inputs.key_pool.dtype)
+    num_masked = rows.shape[1] if plan.mask is None else plan.mask.num_tokens
+    out = backend.attend(rows[:, :num_masked], inputs, plan, softmax_scale)
+    if num_masked < rows.shape[1]:
+        extra = backend.attend(rows[:, num_masked:], inputs, replace(plan, mask=None), softmax_scale)
+        out = torch.cat([out, extra], dim=1)
+    return out.to(query.dtype)
 
 
 def _check_rows(query: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, inputs: PagedLayerInputs) -> None:
@@ -74,8 +100,10 @@ def _write_attn_op(
     k_new = k_curr if k_act is None else torch.cat([k_curr, k_act], dim=1)
     v_new = v_curr if v_act is None else torch.cat([v_curr, v_act], dim=1)
     _check_rows(query, k_new, v_new, inputs)
+    _check_queries(query, inputs, plan)
     write_rows(inputs, plan, k_new, v_new)
-    return backend.attend(query.to(key_pool.dtype), inputs, plan, softmax_scale).to(query.dtype)
+    plan.written_layers.add(int(layer_index))
+    return _attend(query, inputs, plan, backend, softmax_scale)
 
 
 @_write_attn_op.register_fake
@@ -97,7 +125,8 @@ def _attn_op(
     # Reads only, so there are no slots to write.
     inputs = PagedLayerInputs(key_pool, value_pool, block_table[:, :0], block_table, seq_lens, layer_index, launch)
     plan = _plan_of(inputs)
-    return _choose(query, inputs, plan).attend(query.to(key_pool.dtype), inputs, plan, softmax_scale).to(query.dtype)
+    _check_queries(query, inputs, plan)
+    return _attend(query, inputs, plan, _choose(query, inputs, plan), softmax_scale)
 
 
 @_attn_op.register_fake
@@ -114,11 +143,13 @@ def paged_write_attn(
     v_act: torch.Tensor | None = None,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """Write the new rows into the pools, then attend over everything visible to them.
+    """Write the new rows into the pools, then attend over everything visible to them: all keys, where the context has
+    no ``full_attn_spans``.
 
     Args:
         inputs: this layer's tensors, from a prepared forward context.
-        query: (R, Lq, H, D), any number of query rows.
+        query: (R, Lq, H, D), any number of query rows. Under ``full_attn_spans`` one a token, L; where the context
+            has extra rows, also L + A, and the last A see everything.
         k_curr, v_curr: (R, L, H, D), rotated keys and values of the forward's tokens.
         k_act, v_act: (R, A, H, D), rows that live for this forward only, if the context has extra rows.
         softmax_scale: D ** -0.5 by default.
@@ -150,14 +181,15 @@ def paged_attention(query: torch.Tensor, inputs: PagedLayerInputs, softmax_scale
     """Attend over the pages without writing.
 
     Args:
-        query: (R, L, H, D), or (T, H, D) with T = R * L rows, row after row.
+        query: (R, L, H, D), or (T, H, D) with T = R * L rows, row after row; how many under ``full_attn_spans``: see
+            ``paged_write_attn``.
         inputs: this layer's tensors, from a prepared forward context whose rows were written before.
         softmax_scale: D ** -0.5 by default.
 
     Returns: the query's shape and dtype.
 
     Raises:
-        ValueError: the query has other dimensions, or T is not a multiple of R.
+        ValueError: the query has other dimensions, T is not a multiple of R, or no backend can do the call.
     """
     num_rows = inputs.seq_lens.shape[0]
     if query.dim() not in (3, 4) or (query.dim() == 3 and query.shape[0] % num_rows):

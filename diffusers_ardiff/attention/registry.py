@@ -45,7 +45,7 @@ class AttentionBackend:
         dtypes: K/V dtypes.
         page_multiple: page sizes it accepts are multiples of this.
         head_dims: allowed head sizes; None: any.
-        masks: honours piecewise causal / full masks.
+        masks: honours the plan's ``mask``, piecewise causal / full.
         lse: can return the log-sum-exp.
         unavailable: says why this machine cannot run it now (a missing library, another device), None where it can.
     """

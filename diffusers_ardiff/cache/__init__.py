@@ -1,10 +1,12 @@
 """Paged K/V cache: window policy, page allocator, memory plan (integers only) and storage, sessions (tensors)."""
 
 from .allocator import OutOfPagesError, PageAllocator, PageRun
+from .branch import Branch
+from .ledger import PageHold, PageLedger
 from .manager import KVManager
 from .plan import KVShape, MemoryLimitError, MemoryPlan, SideState, plan_memory
 from .ring import ForwardSpan, RingGeometry, RingState, slot_of
-from .session import Branch, Session
+from .session import Session
 from .storage import KVStorage
 from .text import TextKV, TextLayerKV
 
@@ -18,6 +20,8 @@ __all__ = [
     "MemoryPlan",
     "OutOfPagesError",
     "PageAllocator",
+    "PageHold",
+    "PageLedger",
     "PageRun",
     "RingGeometry",
     "RingState",

@@ -140,6 +140,7 @@ class RingState:
         self.written_end = 0
         self._stale_start: int | None = None
         self._pending: ForwardSpan | None = None
+        self._committed: ForwardSpan | None = None
 
     @property
     def stale(self) -> bool:
@@ -169,7 +170,7 @@ class RingState:
         self._check_fits(begin, num_tokens)
         self._check_nothing_lost(begin, num_tokens)
         if self._stale_start is not None and not (is_recache and begin <= self._stale_start):
-            raise RuntimeError(self._stale_message(f"a forward at position {begin}"))
+            raise RuntimeError(self.stale_message(f"a forward at position {begin}"))
         return ForwardSpan(
             start=begin,
             num_tokens=num_tokens,
@@ -179,7 +180,8 @@ class RingState:
             is_recache=is_recache,
         )
 
-    def _stale_message(self, refused: str) -> str:
+    def stale_message(self, refused: str) -> str:
+        """What to say where ``refused`` is impossible on a stale branch, and how to heal it."""
         return (
             f"{refused} is refused: this branch is stale, a recache from position {self._stale_start} failed and left "
             f"mixed keys behind. Run that recache again (from position {self._stale_start} or earlier), or reset the "
@@ -248,14 +250,15 @@ class RingState:
         """Say whether ``commit`` would be refused. Changes nothing.
 
         Raises:
-            RuntimeError: the branch is stale, or another forward ran after ``span``.
+            RuntimeError: the branch is stale, or ``span`` failed or was overtaken by another forward.
         """
         if self.stale:
-            raise RuntimeError(self._stale_message("a commit"))
-        if span is not None and self._pending is not None and span is not self._pending:
+            raise RuntimeError(self.stale_message("a commit"))
+        last = self._pending or self._committed
+        if span and span is not last and (self._pending or not span.is_recache):
             raise RuntimeError(
-                f"the forward {span.start}..{span.end} can't be committed: a later one "
-                f"({self._pending.start}..{self._pending.end}) has overwritten its keys. Commit that one."
+                f"the forward {span.start}..{span.end} can't be committed: it failed, or its keys were overwritten or "
+                f"dropped since. The last one: {f'{last.start}..{last.end}' if last else 'none'}. Run this one again."
             )
 
     def commit(self, span: ForwardSpan | None = None) -> int:
@@ -274,7 +277,7 @@ class RingState:
             return 0
         advanced = self._pending.end - self.committed_end
         self.committed_end = self._pending.end
-        self._pending = None
+        self._committed, self._pending = self._pending, None
         return advanced
 
     @property
@@ -294,7 +297,7 @@ class RingState:
         check_int("keep_tokens", keep_tokens, minimum=0)
         sink_is_intact = self._stale_start is None or self._stale_start >= self.geometry.sink_tokens
         if self.stale and (keep_tokens > 0 or not sink_is_intact):
-            raise RuntimeError(self._stale_message(f"a flush to sink + {keep_tokens} tokens"))
+            raise RuntimeError(self.stale_message(f"a flush to sink + {keep_tokens} tokens"))
 
     def flush(self, keep_tokens: int) -> FlushMove:
         """Keep the sink and the last ``keep_tokens`` tokens; 0 is a reset at a boundary.
@@ -337,5 +340,10 @@ class RingState:
         self.committed_end = 0
         self.origin = self.geometry.sink_tokens
         self.written_end = 0
-        self._stale_start = None
+        self._stale_start = self._pending = None
+
+    def take(self, other: RingState) -> None:
+        """Stand where ``other`` stands; what waits for a commit there is not taken."""
+        self.committed_end, self.origin, self.written_end = other.committed_end, other.origin, other.written_end
+        self._stale_start = other._stale_start
         self._pending = None

@@ -1,135 +1,54 @@
-"""Sessions and branches: whose pages, which history, which text.
+"""A session: one rollout, with a branch for each K/V namespace (``"positive"``, ``"negative"`` under guidance).
 
-A session is one rollout; a branch is one K/V namespace of it (``"positive"``, ``"negative"`` under guidance). H, O and
-E belong to a branch. A branch is open for at most one forward at a time.
+What concerns all branches happens in all of them or, where one refuses, in none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .allocator import PageRun
-from .ring import ForwardSpan, RingGeometry, RingState
-from .storage import KVStorage, StagingKey
+from .branch import Branch
 
 if TYPE_CHECKING:
-    from .text import TextKV
-
-
-class Branch:
-    """One K/V namespace: ring state, pages, text K/V.
-
-    ``history`` counts every event after which previously gathered keys may be wrong (commit, recache, reset, flush,
-    failure); it never goes back. ``staging_row`` is this branch's row of the staging pools where its run is
-    fragmented and the pool has staging.
-    """
-
-    def __init__(self, name: str, run: PageRun, geometry: RingGeometry, storage: KVStorage) -> None:
-        self.name = name
-        self.run = run
-        self.ring = RingState(geometry)
-        self.session_id = -1
-        self.staging_row: int | None = None
-        self.text: TextKV | None = None
-        self.history = 0
-        self.closed = False
-        self._storage = storage
-        self._open_span: ForwardSpan | None = None
-
-    @property
-    def storage(self) -> KVStorage:
-        """The pools that hold this branch's pages."""
-        return self._storage
-
-    @property
-    def staging_key(self) -> StagingKey:
-        """Names the history that a gathered window belongs to."""
-        return (self.session_id, self.name, self.history)
-
-    @property
-    def committed_tokens(self) -> int:
-        """H: absolute position of the next token; grows for ever, whatever the window keeps."""
-        return self.ring.committed_end
-
-    def open_forward(self, span: ForwardSpan) -> None:
-        """Claim the branch for one forward that is about to write.
-
-        Raises:
-            RuntimeError: closed, or another forward context is open on it.
-        """
-        self.check_idle("a forward")
-        self.ring.begin(span)
-        self._open_span = span
-
-    def close_forward(self, *, succeeded: bool) -> None:
-        """End the open forward; a failed one leaves nothing to commit."""
-        span, self._open_span = self._open_span, None
-        if span is None:
-            raise RuntimeError(f"branch {self.name!r} has no open forward to close.")
-        self.ring.finish(span, succeeded=succeeded)
-        if span.is_recache or not succeeded:
-            self.history += 1
-
-    def check_commit(self, span: ForwardSpan | None = None) -> None:
-        """Raise RuntimeError if ``commit`` would: closed, stale, a forward is open, or another one ran after ``span``."""
-        self.check_idle("a commit")
-        self.ring.check_commit(span)
-
-    def commit(self, span: ForwardSpan | None = None) -> int:
-        """Advance past the last successful forward (``span``, if given); returns the tokens committed.
-
-        0 means that nothing was pending. Raises RuntimeError as ``check_commit``.
-        """
-        self.check_commit(span)
-        advanced = self.ring.commit(span)
-        self.history += advanced > 0
-        return advanced
-
-    def check_flush(self, keep_tokens: int) -> None:
-        """Raise if ``flush`` would: closed, a forward is open, stale (RuntimeError), or a negative count (ValueError)."""
-        self.check_idle("a flush")
-        self.ring.check_flush(keep_tokens)
-
-    def flush(self, keep_tokens: int) -> None:
-        """Keep the sink and the last ``keep_tokens`` tokens; 0 is a reset at a boundary. Position H stays."""
-        self.check_flush(keep_tokens)
-        move = self.ring.flush(keep_tokens)
-        self._storage.move(self.run, move)
-        self.history += 1
-
-    def reset(self) -> None:
-        """Forget all video tokens: position 0, empty history. Pages and text stay."""
-        self.check_idle("a reset")
-        self.ring.reset()
-        self.history += 1
-
-    def check_idle(self, action: str) -> None:
-        """Raise RuntimeError if the branch is closed or a forward is open on it."""
-        if self.closed:
-            raise RuntimeError(f"{action} on branch {self.name!r} of a closed session. Open a new session.")
-        if self._open_span is not None:
-            raise RuntimeError(
-                f"{action} on branch {self.name!r} while a forward context is open on it. Finish that one first: a "
-                "branch takes one forward at a time."
-            )
+    from .manager import KVManager
 
 
 class Session:
     """One rollout's branches; opened by ``KVManager.open_session``, a context manager that closes itself."""
 
-    def __init__(self, session_id: int, branches: Sequence[Branch], on_close: Callable[[Session], None]) -> None:
+    def __init__(self, session_id: int, branches: Sequence[Branch], manager: KVManager) -> None:
         self.session_id = session_id
         self._branches = {branch.name: branch for branch in branches}
         for branch in branches:
             branch.session_id = session_id
-        self._on_close = on_close
+        self._manager = manager
         self.closed = False
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         """All branches, in the order they were opened."""
         return tuple(self._branches.values())
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether keys, values and text are in host memory and the pages are given back."""
+        return self.branches[0].offloaded
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has pages and no forward is open on it."""
+        return all(branch.is_idle for branch in self.branches)
+
+    @property
+    def last_use(self) -> int:
+        """The pool's count at the last open, fork, onload or write; 0 while offloaded. Larger is more recent."""
+        return max(0 if branch.offloaded else branch.hold.last_use for branch in self.branches)
+
+    def check_idle(self, action: str) -> None:
+        """Raise RuntimeError if the session is closed or offloaded, or a forward is open on a branch."""
+        for branch in self.branches:
+            branch.check_idle(action)
 
     def branch(self, name: str = "positive") -> Branch:
         """The branch of that name.
@@ -157,22 +76,96 @@ class Session:
 
     def reset(self, *, keep_text: bool = True) -> None:
         """Empty the video history of every branch; the text K/V goes only if asked."""
-        for branch in self.branches:
-            branch.check_idle("a reset")
+        self.check_idle("a reset")
         for branch in self.branches:
             branch.reset()
             if not keep_text:
                 branch.text = None
+
+    # -- futures and pasts ---------------------------------------------------------------------------------------
+
+    def fork(self) -> Session:
+        """A second session that goes on from the same history, position and text; moves no bytes.
+
+        The child reserves pages of its own at once and gets its copy at the first write, of either session, that
+        would make the two differ; a forward that waits for its commit is not handed on.
+
+        Raises:
+            OutOfPagesError: the pool has no session free; nothing changes.
+            RuntimeError: closed, offloaded, stale, or a forward is open.
+        """
+        for branch in self.branches:
+            branch.check_fork()
+        return self._manager.add_fork(self)
+
+    def snapshot(self) -> Session:
+        """A fork to keep aside for ``restore``; close it when it is no longer needed. Raises like ``fork``."""
+        return self.fork()
+
+    def restore(self, snapshot: Session) -> None:
+        """Go back to where ``snapshot`` stands: history, position, text. The snapshot stays as it is.
+
+        Pages stay this session's own. Heals a stale session.
+
+        Raises:
+            ValueError: a session of another pool, or with other branches.
+            RuntimeError: either is closed, offloaded or has a forward open, or the snapshot is stale.
+        """
+        if snapshot._manager is not self._manager or list(snapshot._branches) != list(self._branches):
+            raise ValueError(
+                "a session is restored from one of the same pool with the same branches, such as its fork."
+            )
+        self.check_idle("a restore")
+        for branch in snapshot.branches:
+            branch.check_fork("a restore")
+        for branch in self.branches:
+            branch.restore(snapshot.branch(branch.name))
+
+    # -- host memory ---------------------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Move written K/V and text K/V to host memory and give the pages back; no-op where they are there already.
+
+        Pages that forks still borrow stay in use until the last of these has written or closed.
+
+        Raises:
+            RuntimeError: closed, or a forward is open.
+        """
+        if self.offloaded and not self.closed:
+            return
+        self.check_idle("an offload")
+        copies = [branch.read_back() for branch in self.branches]
+        self._manager.ledger.release(branch.hold for branch in self.branches)
+        for branch, (host, text) in zip(self.branches, copies, strict=True):
+            branch.leave_pages(host, text)
+
+    def onload(self) -> None:
+        """Take pages again and put every byte back; no-op where the session is not offloaded.
+
+        Raises:
+            OutOfPagesError: the pool has no session free; the session stays offloaded.
+            RuntimeError: closed.
+        """
+        if self.closed or not self.offloaded:
+            self.check_idle("an onload")
+            return
+        holds = self._manager.reserve([branch.ring for branch in self.branches])
+        try:
+            texts = [branch.put_back(hold) for branch, hold in zip(self.branches, holds, strict=True)]
+        except BaseException:
+            self._manager.ledger.release(holds)
+            raise
+        for branch, hold, text in zip(self.branches, holds, texts, strict=True):
+            branch.enter_pages(hold, text)
 
     def close(self) -> None:
         """Give all pages back; calling it again does nothing."""
         if self.closed:
             return
         self.closed = True
-        self._on_close(self)
+        self._manager.remove(self)
         for branch in self.branches:
-            branch.closed = True
-            branch.text = None
+            branch.close()
 
     def __enter__(self) -> Session:
         return self

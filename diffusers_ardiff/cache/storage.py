@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..transfer import download, upload
 from .allocator import PageRun
 from .plan import KVShape
 from .ring import FlushMove
@@ -68,6 +69,7 @@ class KVStorage:
         size = (num_pages * page_size, shape.num_heads, shape.head_dim)
         self.key_pools = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
         self.value_pools = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        self.num_copied_runs = 0
         self.layer_indices = [torch.tensor(layer) for layer in range(shape.num_layers)]
         self.staging: StagingPools | None = None
         if num_staging_rows > 0:
@@ -102,6 +104,36 @@ class KVStorage:
         targets = self.slots(torch.tensor(move.targets), run).to(self.device)
         for pool in (*self.key_pools, *self.value_pools):
             pool.index_copy_(0, targets, pool.index_select(0, sources))
+
+    def _rows(self, run: PageRun, num_tokens: int) -> slice | torch.Tensor:
+        """Pool rows of a run's first storage indices; a slice where they follow each other."""
+        if run.is_contiguous:
+            first = run.pages[0] * self.page_size
+            return slice(first, first + num_tokens)
+        return upload(self.slots(torch.arange(num_tokens), run), self.device)
+
+    def copy(self, source: PageRun, target: PageRun, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` storage indices of one run to another, in every layer.
+
+        ``num_copied_runs`` counts the copies that moved bytes.
+        """
+        if num_tokens == 0:
+            return
+        source_rows, target_rows = self._rows(source, num_tokens), self._rows(target, num_tokens)
+        for pool in (*self.key_pools, *self.value_pools):
+            pool[target_rows] = pool[source_rows]
+        self.num_copied_runs += 1
+
+    def read(self, run: PageRun, num_tokens: int) -> list[torch.Tensor]:
+        """The first ``num_tokens`` storage indices in host memory: K of each layer, then V of each layer."""
+        rows = self._rows(run, num_tokens)
+        return [download(pool[rows]) for pool in (*self.key_pools, *self.value_pools)]
+
+    def write(self, run: PageRun, host: list[torch.Tensor]) -> None:
+        """Put back what ``read`` returned, into any run of this pool."""
+        rows = self._rows(run, host[0].shape[0])
+        for pool, tensor in zip((*self.key_pools, *self.value_pools), host, strict=True):
+            pool[rows] = upload(tensor, self.device)
 
     def fill_(self, value: float) -> None:
         """Overwrite every slot; tests poison unwritten slots with NaN."""

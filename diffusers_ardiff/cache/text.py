@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +35,12 @@ class TextKV:
     def row(self, index: int) -> TextKV:
         """The text of one row, as views."""
         return TextKV(tuple(_row(layer, index) for layer in self.layers))
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TextKV:
+        """The same text with ``function`` applied to every tensor, such as a copy to another device."""
+        return TextKV(
+            tuple(TextLayerKV._make(None if t is None else function(t) for t in layer) for layer in self.layers)
+        )
 
 
 def _row(layer: TextLayerKV, index: int) -> TextLayerKV:

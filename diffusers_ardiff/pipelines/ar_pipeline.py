@@ -20,21 +20,27 @@ from ..cache import KVManager, MemoryPlan
 from ..checkpoints import load_ar_checkpoint
 from ..processors import PagedAttachment
 from ..recipes import Recipe, load_recipe
-from .inputs import CacheOptions, CallArguments, check_size
+from .async_stream import AsyncARStream
+from .checks import check_models
+from .hook import ControlHook
+from .inputs import CacheOptions, CallArguments, cache_options, call_arguments, check_size
+from .live import Inbox
 from .loading import check_model_folder, resolve_model
 from .memory import CachePlanner
 from .opening import check_call, open_stream
 from .output import ARDiffusionPipelineOutput
+from .prompts import PromptSwitch
 from .rollout import LatentShape
+from .settings import CallProperties, StepCallback
 from .steps import StepNoise
-from .stream import ARStream, CallState, PromptSwitch, StepCallback
+from .stream import ARStream
 from .text import PromptEncoding, default_text_len
 from .vae_stream import spatial_factor, temporal_factor
 
 DEFAULT_RECIPE = "self-forcing"
 
 
-class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin):
+class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, WanLoraLoaderMixin):
     """Text, image and video to video, chunk by chunk through a paged K/V cache.
 
         pipe = ARDiffusionPipeline.from_pretrained("tiny")
@@ -81,7 +87,7 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin)
         self.vae_scale_factor_spatial = spatial_factor(vae) if vae is not None else 8
         self.vae_scale_factor_temporal = temporal_factor(vae) if vae is not None else 4
         self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor_spatial)
-        self.call_state: CallState | None = None
+        self.call_state = None
         self._attachment: PagedAttachment | None = None
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -122,43 +128,6 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin)
         """How this checkpoint is sampled; saved with the pipeline."""
         return load_recipe(self.config["recipe"])
 
-    # -- per-call state, as diffusers users know it --------------------------------------------------------------
-
-    @property
-    def guidance_scale(self) -> float | None:
-        """Guidance scale of the running call (of the finished one, after it)."""
-        return self.call_state.guidance_scale if self.call_state is not None else None
-
-    @property
-    def num_timesteps(self) -> int:
-        """Denoise steps of the running call (of the finished one, after it), all chunks together; 0: endless."""
-        return self.call_state.num_timesteps if self.call_state is not None else 0
-
-    @property
-    def interrupt(self) -> bool:
-        """Whether the running call was asked to stop after its current step."""
-        return self.call_state is not None and self.call_state.interrupted
-
-    # The names that diffusers callbacks write to.
-
-    @property
-    def _guidance_scale(self) -> float | None:
-        return self.guidance_scale
-
-    @_guidance_scale.setter
-    def _guidance_scale(self, value: float) -> None:
-        if self.call_state is not None:
-            self.call_state.guidance_scale = value
-
-    @property
-    def _interrupt(self) -> bool:
-        return self.interrupt
-
-    @_interrupt.setter
-    def _interrupt(self, value: bool) -> None:
-        if self.call_state is not None:
-            self.call_state.interrupted = value
-
     # -- memory --------------------------------------------------------------------------------------------------
 
     def plan_memory(self, height: int | None = None, width: int | None = None, **call: Any) -> MemoryPlan:
@@ -191,13 +160,14 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin)
         guided: bool = False,
         text_len: int | None = None,
         decode: bool = True,
-        cache: CacheOptions | None = None,
+        cache: CacheOptions | KVManager | None = None,
     ) -> CachePlanner:
         """The planner behind ``plan_memory`` and ``create_cache``: page size, ring geometry, bytes."""
         recipe = recipe if recipe is not None else self.recipe
         height = recipe.height if height is None else height
         width = recipe.width if width is None else width
-        options = cache or CacheOptions()
+        options = cache_options(cache)
+        check_models(self)
         factor = self.vae_scale_factor_spatial
         geometry = self.paged_attachment(options.backend).geometry
         check_size(height, width, factor * geometry.patch_size[1], factor * geometry.patch_size[2])
@@ -219,9 +189,13 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin)
         )
 
     def paged_attachment(self, backend: str | None = None) -> PagedAttachment:
-        """The paged processors of the transformer, the same objects every time, so that compiled code stays valid."""
+        """The paged processors of the transformer, the same objects every time, so that compiled code stays valid.
+
+        New ones where the transformer or one of its blocks was replaced.
+        """
         known = self._attachment
-        if known is None or known.transformer is not self.transformer or known.backend != backend:
+        fits = known is not None and known.transformer is self.transformer and known.covers_all_blocks
+        if known is None or not fits or known.backend != backend:
             self._attachment = known = PagedAttachment(self.transformer, backend=backend)
         return known
 
@@ -233,15 +207,32 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin)
     ) -> ARStream:
         """Generate chunk by chunk, endless unless ``num_frames`` is given.
 
-        Takes the arguments of a call (``return_dict`` excepted), with ``num_frames=None`` by default. Each chunk is an
-        ``ARChunk``; the first is ready before the second begins. Close the stream, or leave its ``with`` block, to get
-        all memory back.
+        Takes the arguments of a call (``return_dict`` excepted), with ``num_frames=None`` by default, and
+        ``max_pending_events``, how many events may wait for the next chunk (16). Each chunk is an ``ARChunk``; the
+        first is ready before the second begins. ``ARStream.update`` changes prompt and controls on the way. Close the
+        stream, or leave its ``with`` block, to get all memory back.
 
         Raises:
             ValueError, TypeError, MemoryLimitError: a bad argument, before anything is allocated.
         """
-        call = check_call(self, CallArguments(prompt=prompt, negative_prompt=negative_prompt, **arguments))
+        arguments = {"prompt": prompt, "negative_prompt": negative_prompt, **arguments}
+        call = check_call(self, call_arguments("stream", **arguments))
         return open_stream(self, call)
+
+    @torch.no_grad()
+    def astream(
+        self, prompt: str | list[str] | None = None, negative_prompt: str | list[str] | None = None, **arguments: Any
+    ) -> AsyncARStream:
+        """``stream`` for asyncio: ``async for chunk in pipe.astream(...)``; takes the same arguments.
+
+        Raises:
+            ValueError, TypeError, MemoryLimitError: a bad argument, at once.
+        """
+        arguments = {"prompt": prompt, "negative_prompt": negative_prompt, **arguments}
+        call = check_call(self, call_arguments("astream", **arguments))
+        inbox = Inbox(call.rules)
+        # Gradients are switched off by thread, and this runs in a worker.
+        return AsyncARStream(torch.no_grad()(lambda: open_stream(self, call, inbox=inbox)), inbox)
 
     @torch.no_grad()
     def __call__(
@@ -270,6 +261,8 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin)
         prompt_schedule: Sequence[PromptSwitch] = (),
         step_noise: StepNoise | None = None,
         cache: CacheOptions | KVManager | None = None,
+        control_hook: ControlHook | None = None,
+        controls: Any = None,
     ) -> ARDiffusionPipelineOutput | tuple[Any]:
         """Generate whole videos.
 
@@ -295,6 +288,8 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin)
             prompt_schedule: prompt changes on the way.
             step_noise: noise of each step instead of drawn one, for reproducible runs; see ``StepNoise``.
             cache: ``CacheOptions``, or a pool from ``create_cache`` to share.
+            control_hook: edits the transformer's arguments before every forward; see ``ControlHook``.
+            controls: any object for the hook, until an event replaces it.
 
         Raises:
             ValueError, TypeError, MemoryLimitError: a bad argument, before anything is allocated.
@@ -325,6 +320,8 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, WanLoraLoaderMixin)
                 cache=cache,
                 callback_on_step_end=callback_on_step_end,
                 callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
+                control_hook=control_hook,
+                controls=controls,
             ),
         )
         with self.progress_bar(total=call.num_steps) as bar, open_stream(self, call, on_step=bar.update) as stream:

@@ -36,8 +36,10 @@ def next_chunk_size(recipe: Recipe, num_done: int, num_latent_frames: int | None
 def generated_chunk_sizes(recipe: Recipe, num_given: int, num_latent_frames: int) -> list[int]:
     """Sizes of all chunks to generate."""
     sizes: list[int] = []
-    while (size := next_chunk_size(recipe, num_given + sum(sizes), num_latent_frames)) is not None:
+    num_done = num_given
+    while (size := next_chunk_size(recipe, num_done, num_latent_frames)) is not None:
         sizes.append(size)
+        num_done += size
     return sizes
 
 
@@ -52,13 +54,15 @@ def given_chunk_sizes(recipe: Recipe, num_given: int) -> list[int]:
 
 
 def check_history_limit(recipe: Recipe, num_given: int, num_latent_frames: int | None) -> None:
-    """Refuse a rollout that full history cannot hold, before anything runs.
+    """Refuse a rollout that full history cannot hold, before anything runs; an endless one needs room for a chunk.
 
     Raises:
         ValueError: with the frames asked for and the frames held.
     """
-    if recipe.max_latent_frames is None or num_latent_frames is None:
+    if recipe.max_latent_frames is None:
         return
+    if num_latent_frames is None:
+        num_latent_frames = num_given + 1
     needed = num_given + sum(generated_chunk_sizes(recipe, num_given, num_latent_frames))
     if needed > recipe.max_latent_frames:
         raise ValueError(

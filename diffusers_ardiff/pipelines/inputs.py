@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +15,18 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from ..cache import KVManager
 from ..recipes import Recipe
 from ..validation import check_int
-from .frames import check_history_limit, count_latent_frames, generated_chunk_sizes, given_chunk_sizes
+from .control import MAX_PENDING_EVENTS
+from .frames import (
+    check_history_limit,
+    count_latent_frames,
+    generated_chunk_sizes,
+    given_chunk_sizes,
+    next_chunk_size,
+)
+from .hook import ControlHook
+from .prompts import PromptSwitch
+from .settings import StepCallback
 from .steps import StepNoise
-from .stream import PromptSwitch, StepCallback
 
 OUTPUT_TYPES = ("np", "pt", "pil", "latent")
 
@@ -38,6 +50,30 @@ class CacheOptions:
     shuffle_seed: int | None = None
 
 
+def cache_options(cache: CacheOptions | KVManager | None) -> CacheOptions:
+    """The options of a call; a given pool dictates page size, dtype and backend.
+
+    Raises:
+        TypeError: something else was given.
+    """
+    if isinstance(cache, KVManager):
+        return CacheOptions(page_size=cache.geometry.page_size, kv_dtype=cache.storage.dtype, backend=cache.backend)
+    if cache is not None and not isinstance(cache, CacheOptions):
+        raise TypeError(
+            f"`cache` must be CacheOptions, such as CacheOptions(limit_bytes=...), or a pool from pipe.create_cache(), "
+            f"got {cache!r}."
+        )
+    return cache or CacheOptions()
+
+
+def check_guidance(scale: Any) -> float:
+    """The guidance scale; ValueError unless it is a finite number of at least 0."""
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not is_number or not math.isfinite(scale) or scale < 0:
+        raise ValueError(f"guidance_scale must be a finite number >= 0, got {scale!r}.")
+    return scale
+
+
 def check_size(height: int, width: int, multiple_height: int, multiple_width: int) -> None:
     """Raise ValueError unless the frame can be cut into latent patches."""
     for name, value, multiple in (("height", height, multiple_height), ("width", width, multiple_width)):
@@ -47,29 +83,6 @@ def check_size(height: int, width: int, multiple_height: int, multiple_width: in
             raise ValueError(
                 f"{name} must be a multiple of {multiple}, got {value}; the nearest are {lower} and {lower + multiple}."
             )
-
-
-def count_prompts(prompt: str | list[str] | None, prompt_embeds: torch.Tensor | None, name: str = "prompt") -> int:
-    """How many prompts there are.
-
-    Raises:
-        ValueError: both or none given, an empty list, or embeddings of another rank.
-        TypeError: a prompt is no string.
-    """
-    if (prompt is None) == (prompt_embeds is None):
-        raise ValueError(f"give either `{name}` or `{name}_embeds`, exactly one of them.")
-    if prompt_embeds is not None:
-        if prompt_embeds.ndim != 3 or prompt_embeds.shape[0] == 0:
-            raise ValueError(
-                f"`{name}_embeds` must be (prompts, text_len, text_dim), got {tuple(prompt_embeds.shape)}."
-            )
-        return prompt_embeds.shape[0]
-    prompts = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(prompts, list) or not all(isinstance(text, str) for text in prompts):
-        raise TypeError(f"`{name}` must be a string or a list of strings, got {prompt!r}.")
-    if not prompts:
-        raise ValueError(f"`{name}` is an empty list; give at least one prompt.")
-    return len(prompts)
 
 
 def check_choices(output_type: str, callback_tensors: Sequence[str], allowed_tensors: Sequence[str]) -> None:
@@ -83,10 +96,20 @@ def check_choices(output_type: str, callback_tensors: Sequence[str], allowed_ten
         )
 
 
-def check_generators(generator: Any, num_videos: int) -> None:
-    """Raise ValueError where a list of generators does not have one a video."""
-    if isinstance(generator, list) and len(generator) != num_videos:
+def check_generators(generator: Any, num_videos: int) -> torch.Generator | list[torch.Generator] | None:
+    """The generator, or a list with one a video, which may be given as a tuple.
+
+    Raises:
+        ValueError: not one a video.
+        TypeError: no generator.
+    """
+    if generator is None or isinstance(generator, torch.Generator):
+        return generator
+    if not isinstance(generator, (list, tuple)) or not all(isinstance(g, torch.Generator) for g in generator):
+        raise TypeError(f"`generator` must be a torch.Generator or a list of them, got {generator!r}.")
+    if len(generator) != num_videos:
         raise ValueError(f"a list of {len(generator)} generators was given for {num_videos} videos; give one each.")
+    return list(generator)
 
 
 def check_single_source(**sources: Any) -> None:
@@ -132,12 +155,40 @@ def check_noise(latents: torch.Tensor | None, shape: tuple[int, int, int, int], 
     if latents is None:
         return
     videos, channels, height, width = shape
-    frames = sum(plan.generated_sizes) if plan.generated_sizes is not None else latents.shape[2]
-    expected = (videos, channels, frames, height, width)
-    if tuple(latents.shape) != expected:
+    frames: Any = "any" if plan.generated_sizes is None else sum(plan.generated_sizes)
+    given = tuple(latents.shape)
+    if given != (videos, channels, given[2] if frames == "any" and len(given) == 5 else frames, height, width):
         raise ValueError(
-            f"`latents` must be (videos, channels, generated latent frames, height, width) = {expected}, got "
-            f"{tuple(latents.shape)}. Whole chunks are generated, so the frames are rounded up to them."
+            f"`latents` must be (videos, channels, generated latent frames, height, width) = ({videos}, {channels}, "
+            f"{frames}, {height}, {width}), got {given}. Whole chunks are generated, so the frames are rounded up to "
+            "them."
+        )
+
+
+def check_step_noise(noise: Any, recipe: Recipe, shape: tuple[int, int, int, int], plan: FramePlan) -> None:
+    """Check that given step noise has what every chunk of the plan (of an endless one, the first) will ask for.
+
+    Raises:
+        ValueError: a tensor of another shape, or with too few chunks or steps.
+        TypeError: neither a tensor nor a function.
+    """
+    if noise is None or callable(noise):
+        return
+    if not isinstance(noise, torch.Tensor):
+        raise TypeError(f"`step_noise` must be a tensor or a function, got {type(noise).__name__}.")
+    sizes = plan.generated_sizes
+    if sizes is None:
+        sizes = (next_chunk_size(recipe, sum(plan.given_sizes), None) or recipe.chunk_frames,)
+    num_steps = max(len(recipe.timesteps(index)) for index in range(len(sizes))) - 1
+    if num_steps == 0:
+        return
+    videos, channels, height, width = shape
+    wrong = [size for size in sizes if tuple(noise.shape[2:]) != (videos, channels, size, height, width)]
+    if wrong or noise.shape[0] < len(sizes) or noise.shape[1] < num_steps:
+        raise ValueError(
+            f"`step_noise` must be (chunks, steps - 1, videos, channels, frames, height, width) with at least "
+            f"({len(sizes)}, {num_steps}) chunks and steps of ({videos}, {channels}, {(wrong or sizes)[0]}, {height}, "
+            f"{width}), got {tuple(noise.shape)}. Chunks of different sizes take a function."
         )
 
 
@@ -146,12 +197,7 @@ def sorted_schedule(schedule: Sequence[PromptSwitch], num_videos: int) -> list[P
     for switch in schedule:
         if not isinstance(switch, PromptSwitch):
             raise ValueError(f"prompt_schedule takes PromptSwitch objects, got {switch!r}.")
-        num_prompts = count_prompts(switch.prompt, switch.prompt_embeds)
-        if num_videos % num_prompts:
-            raise ValueError(
-                f"the prompt switch at latent frame {switch.latent_frame} has {num_prompts} prompts for {num_videos} "
-                "videos; give 1, or one each."
-            )
+        switch.check_rows(num_videos, f"the prompt switch at latent frame {switch.latent_frame}")
     return sorted(schedule, key=lambda switch: switch.latent_frame)
 
 
@@ -179,6 +225,9 @@ class CallArguments:
     prompt_schedule: Sequence[PromptSwitch] = ()
     output_type: str = "np"
     cache: CacheOptions | KVManager | None = None
+    control_hook: ControlHook | None = None
+    controls: Any = None
+    max_pending_events: int = MAX_PENDING_EVENTS
     callback_on_step_end: StepCallback | PipelineCallback | MultiPipelineCallbacks | None = None
     callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",)
 
@@ -188,3 +237,18 @@ class CallArguments:
         if isinstance(self.callback_on_step_end, (PipelineCallback, MultiPipelineCallbacks)):
             return self.callback_on_step_end.tensor_inputs
         return self.callback_on_step_end_tensor_inputs
+
+
+def call_arguments(method: str, **arguments: Any) -> CallArguments:
+    """``CallArguments`` of a method that takes them by name.
+
+    Raises:
+        TypeError: an unknown name; the message has a close one, or all that are known.
+    """
+    known = [field.name for field in dataclasses.fields(CallArguments)]
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."
+            raise TypeError(f"{method}() got an unexpected argument {name!r}; {hint}")
+    return CallArguments(**arguments)

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from ..attention import AttentionRequest, choose_page_size, get_backend, select_backend, supported_kernel_block_sizes
+from ..attention import (
+    AttentionRequest,
+    choose_page_size,
+    get_backend,
+    list_backends,
+    select_backend,
+    supported_kernel_block_sizes,
+)
 from ..cache import KVManager, KVShape, MemoryPlan, RingGeometry, SideState, plan_memory
 from ..processors import TransformerGeometry
 from ..recipes import Recipe
@@ -68,7 +75,7 @@ class CachePlanner:
         Raises:
             ValueError: the backend accepts no such page size; the message names the frame and the sizes.
         """
-        supported = supported_kernel_block_sizes(self.options.backend or self._backend(16))
+        supported = self._supported_page_sizes()
         asked = self.options.page_size
         frame = (
             f"latent frames of {self.shape.height}x{self.shape.width} have {self.tokens_per_frame} tokens (any number "
@@ -78,22 +85,31 @@ class CachePlanner:
             raise ValueError(f"page_size={asked} can't be used: {frame}.")
         return asked if asked is not None else choose_page_size(supported)
 
-    def _backend(self, page_size: int) -> str:
-        request = AttentionRequest(
+    def _supported_page_sizes(self) -> list[int]:
+        """Page sizes of the named backend, or of the first that can do the call with pages of its own choice."""
+        if self.options.backend is not None:
+            return supported_kernel_block_sizes(self.options.backend)
+        for backend in list_backends():
+            sizes = supported_kernel_block_sizes(backend.name)
+            if sizes and not backend.refusals(self._request(choose_page_size(sizes))):
+                return sizes
+        return supported_kernel_block_sizes()
+
+    def _request(self, page_size: int) -> AttentionRequest:
+        return AttentionRequest(
             device_type=self.device.type,
             dtype=self.kv_dtype,
             head_dim=self.geometry.head_dim,
             page_size=page_size,
             is_hip=self.device.type == "cuda" and torch.version.hip is not None,
         )
-        return select_backend(request, self.options.backend).name
 
     def ring(self) -> RingGeometry:
         """Window of one branch in tokens. Raises ValueError: a page size no backend accepts."""
         if self.options.backend is not None:
             get_backend(self.options.backend)
         page_size = self.page_size()
-        self._backend(page_size)
+        select_backend(self._request(page_size), self.options.backend)
         return ring_geometry(self.recipe, self.tokens_per_frame, page_size)
 
     def side_state(self) -> SideState:
@@ -137,10 +153,11 @@ class CachePlanner:
             limit_bytes=self.options.limit_bytes,
             side_state=self.side_state(),
             shuffle_seed=self.options.shuffle_seed,
+            backend=self.options.backend,
         )
 
     def check_manager(self, manager: KVManager) -> None:
-        """Raise ValueError unless sessions of this call fit into a given pool as it is laid out."""
+        """Raise ValueError unless a given pool has this call's window, shape and device; the rest is the pool's."""
         ring = self.ring()
         have = manager.geometry
         same_window = (ring.sink_tokens, ring.window_tokens, ring.full_history) == (
@@ -149,10 +166,8 @@ class CachePlanner:
             have.full_history,
         )
         storage = manager.storage
-        same_place = storage.dtype == self.kv_dtype and storage.device.type == self.device.type
-        if not same_window or not same_place or storage.shape != self.kv_shape:
+        if not same_window or storage.device.type != self.device.type or storage.shape != self.kv_shape:
             raise ValueError(
-                f"the given cache holds {have} of {storage.shape} in {storage.dtype} on {storage.device}; this call needs "
-                f"{ring} of {self.kv_shape} in {self.kv_dtype} on {self.device}. Make it with pipe.create_cache(...) and the same size, "
-                "recipe and dtype."
+                f"the given cache holds {have} of {storage.shape} on {storage.device}; this call needs {ring} of "
+                f"{self.kv_shape} on {self.device}. Make it with pipe.create_cache(...) and the same size and recipe."
             )

@@ -12,23 +12,28 @@ import torch
 from ..cache import KVManager
 from ..recipes import Recipe, load_recipe
 from ..validation import check_int
+from .checks import check_components, check_embeds, check_given_latents
 from .inputs import (
-    CacheOptions,
     CallArguments,
     FramePlan,
     check_choices,
     check_generators,
+    check_guidance,
     check_noise,
     check_single_source,
-    count_prompts,
+    check_step_noise,
     plan_frames,
     sorted_schedule,
 )
+from .live import EventRules, Inbox
 from .memory import CachePlanner
-from .rollout import Rollout
+from .output import FrameOutput
+from .prompts import count_prompts
+from .rollout import LatentShape, Rollout
+from .settings import CallState, StreamSettings
 from .steps import NoiseSource
-from .stream import ARStream, CallState, StreamSettings
-from .vae_stream import VaeDecodeStream, encode_video, num_pixel_frames
+from .stream import ARStream
+from .vae_stream import VaeDecodeStream, VaeEncodeStream, encode_video, num_pixel_frames
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
@@ -45,6 +50,7 @@ class CheckedCall:
     planner: CachePlanner
     given_video: torch.Tensor | None
     decoder: VaeDecodeStream | None
+    rules: EventRules
 
     @property
     def num_videos(self) -> int:
@@ -67,28 +73,15 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
     """
     a = arguments
     recipe = load_recipe(a.recipe if a.recipe is not None else pipeline.recipe)
-    scale = recipe.guidance_scale if a.guidance_scale is None else a.guidance_scale
-    num_videos = count_prompts(a.prompt, a.prompt_embeds) * check_int(
-        "num_videos_per_prompt", a.num_videos_per_prompt, minimum=1
-    )
-    if a.negative_prompt is not None or a.negative_prompt_embeds is not None:
-        count_prompts(a.negative_prompt, a.negative_prompt_embeds, "negative_prompt")
-    if a.max_sequence_length is not None:
-        check_int("max_sequence_length", a.max_sequence_length, minimum=1)
-    _check_components(pipeline, a, guided=scale > 1.0)
+    scale = check_guidance(recipe.guidance_scale if a.guidance_scale is None else a.guidance_scale)
+    num_videos = _count_videos(a)
+    schedule = sorted_schedule(a.prompt_schedule, num_videos)
+    check_components(pipeline, a, guided=scale > 1.0)
+    check_embeds(a, pipeline.transformer.config["text_dim"])
     check_choices(a.output_type, a.callback_tensors, pipeline._callback_tensor_inputs)
     check_single_source(image=a.image, video=a.video, context_latents=a.context_latents)
-    check_generators(a.generator, num_videos)
-    planner = pipeline.plan_cache(
-        a.height,
-        a.width,
-        recipe=recipe,
-        num_videos=num_videos,
-        guided=scale > 1.0,
-        text_len=a.max_sequence_length if a.prompt_embeds is None else a.prompt_embeds.shape[1],
-        decode=a.output_type != "latent",
-        cache=a.cache if isinstance(a.cache, CacheOptions) else None,
-    )
+    generator = check_generators(a.generator, num_videos)
+    planner = _plan_cache(pipeline, a, recipe, num_videos, guided=scale > 1.0)
     video = _preprocess(pipeline, a, planner)
     frames = plan_frames(
         recipe,
@@ -96,40 +89,85 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
         num_given=_count_given(pipeline, a, video),
         temporal_factor=pipeline.vae_scale_factor_temporal,
     )
-    shape = planner.shape
-    check_noise(a.latents, (shape.num_videos, shape.channels, shape.height, shape.width), frames)
+    _check_tensors(a, recipe, planner.shape, frames)
     if isinstance(a.cache, KVManager):
         planner.check_manager(a.cache)
     else:
         planner.plan()
     return CheckedCall(
-        arguments=dataclasses.replace(a, prompt_schedule=sorted_schedule(a.prompt_schedule, num_videos)),
+        arguments=dataclasses.replace(a, prompt_schedule=schedule, generator=generator),
         recipe=recipe,
         guidance_scale=scale,
         frames=frames,
         planner=planner,
         given_video=video,
-        decoder=None if a.output_type == "latent" else VaeDecodeStream(pipeline.vae),
+        decoder=_checked_decoder(pipeline, a, video, num_videos),
+        rules=_event_rules(pipeline, a, planner),
     )
 
 
-def _check_components(pipeline: ARDiffusionPipeline, arguments: CallArguments, *, guided: bool) -> None:
-    """Raise ValueError where the call needs a component that the pipeline was made without."""
+def _count_videos(arguments: CallArguments) -> int:
+    """Rows of every forward. Raises ValueError or TypeError for bad prompts and numbers."""
     a = arguments
-    has_text = a.prompt is not None or (guided and a.negative_prompt_embeds is None)
-    needed = {
-        "transformer": True,
-        "tokenizer": has_text,
-        "text_encoder": has_text,
-        "vae": a.output_type != "latent" or a.image is not None or a.video is not None,
-    }
-    missing = [name for name, is_needed in needed.items() if is_needed and getattr(pipeline, name) is None]
-    if missing:
-        raise ValueError(
-            f"this call needs {missing}, which the pipeline was made without. Without a text encoder give "
-            "`prompt_embeds` (and `negative_prompt_embeds`); without a VAE take output_type='latent' and give "
-            "`context_latents`."
-        )
+    num_videos = count_prompts(a.prompt, a.prompt_embeds) * check_int(
+        "num_videos_per_prompt", a.num_videos_per_prompt, minimum=1
+    )
+    if a.negative_prompt is not None or a.negative_prompt_embeds is not None:
+        count_prompts(a.negative_prompt, a.negative_prompt_embeds, "negative_prompt")
+    if a.max_sequence_length is not None:
+        check_int("max_sequence_length", a.max_sequence_length, minimum=1)
+    return num_videos
+
+
+def _plan_cache(
+    pipeline: ARDiffusionPipeline, arguments: CallArguments, recipe: Recipe, num_videos: int, *, guided: bool
+) -> CachePlanner:
+    a = arguments
+    return pipeline.plan_cache(
+        a.height,
+        a.width,
+        recipe=recipe,
+        num_videos=num_videos,
+        guided=guided,
+        text_len=a.max_sequence_length if a.prompt_embeds is None else a.prompt_embeds.shape[1],
+        decode=a.output_type != "latent",
+        cache=a.cache,
+    )
+
+
+def _check_tensors(arguments: CallArguments, recipe: Recipe, shape: LatentShape, frames: FramePlan) -> None:
+    """Raise for given latents or noise that do not fit the frames planned."""
+    size = (shape.num_videos, shape.channels, shape.height, shape.width)
+    check_noise(arguments.latents, size, frames)
+    check_step_noise(arguments.step_noise, recipe, size, frames)
+    num_given = sum(frames.given_sizes)
+    check_given_latents(
+        arguments.context_latents, shape.num_videos, (shape.channels, num_given, shape.height, shape.width)
+    )
+
+
+def _checked_decoder(
+    pipeline: ARDiffusionPipeline, arguments: CallArguments, given_video: torch.Tensor | None, num_videos: int
+) -> VaeDecodeStream | None:
+    """The decoder that the call needs. Raises NotImplementedError where the VAE's options forbid to stream it."""
+    if given_video is not None:
+        VaeEncodeStream(pipeline.vae).check_options(batch=given_video.shape[0])
+    if arguments.output_type == "latent":
+        return None
+    decoder = VaeDecodeStream(pipeline.vae)
+    decoder.check_options(batch=num_videos)
+    return decoder
+
+
+def _event_rules(pipeline: ARDiffusionPipeline, arguments: CallArguments, planner: CachePlanner) -> EventRules:
+    return EventRules(
+        num_videos=planner.shape.num_videos,
+        text_len=planner.text_len,
+        text_dim=pipeline.transformer.config["text_dim"],
+        encodes_text=pipeline.tokenizer is not None and pipeline.text_encoder is not None,
+        takes_controls=arguments.control_hook is not None,
+        max_pending_events=check_int("max_pending_events", arguments.max_pending_events, minimum=1),
+    )
 
 
 def _preprocess(pipeline: ARDiffusionPipeline, arguments: CallArguments, planner: CachePlanner) -> torch.Tensor | None:
@@ -165,39 +203,36 @@ def _count_given(pipeline: ARDiffusionPipeline, arguments: CallArguments, video:
 
 
 def open_stream(
-    pipeline: ARDiffusionPipeline, call: CheckedCall, on_step: Callable[[], None] | None = None
+    pipeline: ARDiffusionPipeline,
+    call: CheckedCall,
+    *,
+    on_step: Callable[[], None] | None = None,
+    inbox: Inbox | None = None,
 ) -> ARStream:
-    """Encode text and given frames, allocate the cache, and make the stream; gives all memory back on an error."""
-    a, shape, device = call.arguments, call.planner.shape, call.planner.device
+    """Encode text and given frames, allocate the cache, and make the stream; gives all memory back on an error.
+
+    Args:
+        on_step: called after each denoise step.
+        inbox: takes the stream's events already; None: a new one.
+    """
+    a, planner = call.arguments, call.planner
     embeds = pipeline.encode_branches(
         a.prompt,
         _default_negative(call),
         prompt_embeds=a.prompt_embeds,
-        negative_prompt_embeds=a.negative_prompt_embeds if call.planner.guided else None,
-        num_videos=shape.num_videos,
-        text_len=call.planner.text_len,
+        negative_prompt_embeds=a.negative_prompt_embeds if planner.guided else None,
+        num_videos=call.num_videos,
+        text_len=planner.text_len,
     )
-    given = _given_chunks(pipeline, call)
-    manager = a.cache if isinstance(a.cache, KVManager) else call.planner.build()
-    attachment = pipeline.paged_attachment(call.planner.options.backend)
-    rollout = Rollout(attachment, manager, call.recipe, shape, guided=call.planner.guided, device=device)
+    settings = _stream_settings(call, _given_chunks(pipeline, call), on_step)
     stream = ARStream(
         pipeline,
-        rollout,
-        NoiseSource(device=device, generator=a.generator, latents=a.latents, step_noise=a.step_noise),
-        StreamSettings(
-            given=given,
-            num_frames=call.frames.num_frames,
-            total_latent_frames=call.frames.total_latent_frames,
-            output_type=a.output_type,
-            text_len=call.planner.text_len,
-            schedule=a.prompt_schedule,
-            callback=a.callback_on_step_end,
-            callback_tensors=a.callback_tensors,
-            on_step=on_step,
-        ),
+        _open_rollout(pipeline, call),
+        NoiseSource(device=planner.device, generator=a.generator, latents=a.latents, step_noise=a.step_noise),
+        settings,
         state=CallState(guidance_scale=call.guidance_scale, num_timesteps=call.num_steps),
-        decoder=call.decoder,
+        output=FrameOutput(pipeline.video_processor, settings, call.decoder),
+        inbox=inbox,
     )
     try:
         stream.set_embeds(embeds)
@@ -205,6 +240,31 @@ def open_stream(
         stream.close()
         raise
     return stream
+
+
+def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
+    a, planner = call.arguments, call.planner
+    manager = a.cache if isinstance(a.cache, KVManager) else planner.build()
+    attachment = pipeline.paged_attachment(planner.options.backend)
+    rollout = Rollout(attachment, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
+    rollout.control_hook, rollout.controls = a.control_hook, a.controls
+    return rollout
+
+
+def _stream_settings(
+    call: CheckedCall, given: list[torch.Tensor], on_step: Callable[[], None] | None
+) -> StreamSettings:
+    return StreamSettings(
+        given=given,
+        num_frames=call.frames.num_frames,
+        total_latent_frames=call.frames.total_latent_frames,
+        output_type=call.arguments.output_type,
+        rules=call.rules,
+        schedule=call.arguments.prompt_schedule,
+        callback=call.arguments.callback_on_step_end,
+        callback_tensors=call.arguments.callback_tensors,
+        on_step=on_step,
+    )
 
 
 def _default_negative(call: CheckedCall) -> Any:
@@ -223,12 +283,8 @@ def _given_chunks(pipeline: ARDiffusionPipeline, call: CheckedCall) -> list[torc
     if latents is None:
         return []
     shape = call.planner.shape
-    expected = (shape.channels, sum(call.frames.given_sizes), shape.height, shape.width)
-    if tuple(latents.shape[1:]) != expected or shape.num_videos % latents.shape[0]:
-        raise ValueError(
-            f"given latents must be (1 or {shape.num_videos}, {', '.join(map(str, expected))}), got "
-            f"{tuple(latents.shape)}."
-        )
+    num_given = sum(call.frames.given_sizes)
+    check_given_latents(latents, shape.num_videos, (shape.channels, num_given, shape.height, shape.width))
     rows = latents.to(call.planner.device, torch.float32).repeat_interleave(
         shape.num_videos // latents.shape[0], dim=0
     )

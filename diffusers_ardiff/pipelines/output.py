@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.utils.outputs import BaseOutput
+
+from .vae_stream import VaeDecodeStream
+
+if TYPE_CHECKING:
+    from .settings import StreamSettings
 
 
 @dataclass
@@ -32,6 +38,7 @@ class ARChunk:
         latents: (videos, channels, latent frames, height, width) float32, clean.
         start_latent_frame: absolute latent frame of the first one.
         is_given: the chunk holds latents of a given image or video.
+        last_event_id: id of the last event applied before this chunk; None: none yet.
     """
 
     index: int
@@ -39,8 +46,57 @@ class ARChunk:
     latents: torch.Tensor
     start_latent_frame: int
     is_given: bool = False
+    last_event_id: int | None = None
 
     @property
     def num_latent_frames(self) -> int:
         """Latent frames of this chunk."""
         return self.latents.shape[2]
+
+
+class FrameOutput:
+    """Makes the frames that a stream hands out from its latents, as many in all as were asked for.
+
+    Args:
+        processor: diffusers' video processor.
+        settings: output type and number of frames.
+        decoder: state of the VAE; None for latents.
+    """
+
+    def __init__(self, processor: Any, settings: StreamSettings, decoder: VaeDecodeStream | None) -> None:
+        self.num_frames = 0
+        self._processor = processor
+        self._settings = settings
+        self._decoder = decoder
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes the decoder's state holds now."""
+        return self._decoder.state_bytes if self._decoder is not None else 0
+
+    def make(self, latents: torch.Tensor, past: torch.Tensor) -> Any:
+        """Frames of the next chunk; ``past`` holds the latents before it, the last frame at least if there is one."""
+        settings, decoder = self._settings, self._decoder
+        if decoder is None:
+            return self._cut(latents, settings.total_latent_frames)
+        if decoder.num_latent_frames == 0 and past.shape[2]:
+            # The decoder was reset on the way: the one short latent frame that it begins with comes from the past.
+            decoder.decode(past[:, :, -1:])
+        video = self._cut(decoder.decode(latents), settings.num_frames)
+        return self._processor.postprocess_video(video, output_type=settings.output_type)
+
+    def fork(self) -> FrameOutput:
+        """The same state once more."""
+        other = copy.copy(self)
+        other._decoder = self._decoder.fork() if self._decoder is not None else None
+        return other
+
+    def reset_decoder(self) -> None:
+        """Forget the decoder's past."""
+        if self._decoder is not None:
+            self._decoder.reset()
+
+    def _cut(self, frames: torch.Tensor, limit: int | None) -> torch.Tensor:
+        kept = frames if limit is None else frames[:, :, : limit - self.num_frames]
+        self.num_frames += kept.shape[2]
+        return kept

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +14,9 @@ from ..context import PagedForwardContext
 from ..processors import PagedAttachment, TransformerGeometry
 from ..recipes import Recipe
 from ..rope import Rotary, VideoRope
+from ..transfer import download, upload
+from .batch_text import BatchText
+from .hook import ControlHook, ControlInputs, apply_hook
 
 POSITIVE, NEGATIVE = "positive", "negative"
 _CACHE_CONTEXT = {POSITIVE: "cond", NEGATIVE: "uncond"}
@@ -63,6 +68,10 @@ class Rollout:
         shape: latent shape.
         guided: keep a negative branch for classifier-free guidance.
         device: where the transformer runs.
+
+    Attributes:
+        control_hook: edits the transformer's arguments in every forward; None: nobody does.
+        controls: what the hook gets for the chunk held and those to come; changed by ``set_controls``.
     """
 
     def __init__(
@@ -80,6 +89,8 @@ class Rollout:
         self.device = device
         self.branch_names = (POSITIVE, NEGATIVE) if guided else (POSITIVE,)
         self.num_latent_frames = 0
+        self.control_hook: ControlHook | None = None
+        self.controls: Any = None
         self._attachment = attachment
         self._transformer = attachment.transformer
         self._geometry: TransformerGeometry = attachment.geometry
@@ -88,8 +99,9 @@ class Rollout:
         self._text_stub = torch.zeros(
             shape.num_videos, 1, self._transformer.config["text_dim"], dtype=self._transformer.dtype, device=device
         )
-        self._text: dict[str, TextKV] = {}
+        self._text = BatchText()
         self._recent = torch.zeros(shape.chunk(0), device=device)
+        self._recent_controls: tuple[Any, ...] = ()
         self._uncommitted: torch.Tensor | None = None
         self._rotary: tuple[tuple[int, int], Rotary] | None = None
         self.sessions: list[Session] = []
@@ -134,9 +146,7 @@ class Rollout:
         """
         rows = {name: [session.branch(name) for session in self.sessions] for name in text}
         for name, value in text.items():
-            self._text[name] = value
-            for index, branch in enumerate(rows[name]):
-                branch.text = value.row(index)
+            self._text.set(rows[name], value)
 
     def clear_text(self) -> None:
         """Forget the prompt; the next forward needs another one first."""
@@ -179,7 +189,14 @@ class Rollout:
         for session in self.sessions:
             session.commit()
         self._recent = torch.cat([self._recent, latents], dim=2)[:, :, -kept_frames(self.recipe) :].clone()
+        controls = (self.controls,) * latents.shape[2]
+        self._recent_controls = (self._recent_controls + controls)[-kept_frames(self.recipe) :]
         self._uncommitted = None
+
+    def set_controls(self, controls: Any) -> None:
+        """Replace the controls; a commit that is due runs first, under those its chunk was denoised with."""
+        self.commit_held()
+        self.controls = controls
 
     def recache(self, text: Mapping[str, TextKV]) -> None:
         """Rewrite the window's keys under a new text, then keep that text. No-op on an empty history.
@@ -191,8 +208,10 @@ class Rollout:
             span = self.sessions[0].branch(name).ring.recache_span()
             if span is not None:
                 num_frames = span[1] // self.tokens_per_frame
-                latents = self._recent[:, :, self._recent.shape[2] - num_frames :]
-                self._forward(name, latents, self.recipe.commit_timestep, start=span[0], text=value)
+                first = self._recent.shape[2] - num_frames
+                latents, controls = self._recent[:, :, first:], self._recent_controls[first:]
+                timestep = self.recipe.commit_timestep
+                self._forward(name, latents, timestep, start=span[0], text=value, controls=controls)
         self.set_text(text)
 
     def flush(self, num_frames: int) -> None:
@@ -205,19 +224,73 @@ class Rollout:
         """Start over at frame 0 with an empty history; the text stays."""
         self._uncommitted = None
         self.num_latent_frames = 0
-        self._recent = self._recent[:, :, :0]
+        self._recent, self._recent_controls = self._recent[:, :, :0], ()
         for session in self.sessions:
             session.reset(keep_text=True)
 
+    def fork(self) -> Rollout:
+        """A second rollout with the same past and text, in the same pool; a commit that is due runs first.
+
+        Raises:
+            OutOfPagesError: the pool has too few sessions free; this rollout stays as it is.
+            RuntimeError: closed, offloaded or stale.
+        """
+        self._check_open()
+        self.commit_held()
+        child = copy.copy(self)
+        child.sessions, child._text = [], self._text.copy()
+        try:
+            for session in self.sessions:
+                child.sessions.append(session.fork())
+        except BaseException:
+            child.close()
+            raise
+        return child
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether a session's keys and values are in host memory; no forward runs then."""
+        return any(session.offloaded for session in self.sessions)
+
+    def offload(self) -> None:
+        """Move K/V, text K/V and clean latents to host memory and give the pages back; a commit that is due runs first.
+
+        Raises:
+            RuntimeError: closed, or a commit is due on sessions that the pool has evicted.
+        """
+        self._check_open()
+        self.commit_held()
+        for session in self.sessions:
+            session.offload()
+        self._text.clear()
+        self._recent = download(self._recent)
+
+    def onload(self) -> None:
+        """Take pages again and put every byte back; no-op where nothing is offloaded.
+
+        Raises:
+            OutOfPagesError: the pool has too few sessions free; call it again when it has.
+            RuntimeError: closed.
+        """
+        self._check_open()
+        for session in self.sessions:
+            session.onload()
+        self._recent = upload(self._recent, self.device)
+
     def close(self) -> None:
         """Give all pages back; calling it again does nothing."""
-        self._uncommitted = self._rotary = None
+        self._uncommitted = self.controls = self.control_hook = self._rotary = None
+        self._recent_controls = ()
         self._text.clear()
         self._recent, self._text_stub = self._recent.new_empty(0), self._text_stub.new_empty(0)
         for session in self.sessions:
             session.close()
         # A closed session still knows its pool; a stream that somebody keeps must not keep the pool.
         self.sessions.clear()
+
+    def _check_open(self) -> None:
+        if not self.sessions:
+            raise RuntimeError("this rollout is closed; start a new one.")
 
     def _forward(
         self,
@@ -227,25 +300,37 @@ class Rollout:
         *,
         start: int | None = None,
         text: TextKV | None = None,
+        controls: tuple[Any, ...] | None = None,
     ) -> torch.Tensor:
-        if not self.sessions:
-            raise RuntimeError("this rollout is closed; start a new one.")
+        """The transformer's output for these frames; ``controls`` is one a frame, None: the current ones."""
+        self._check_open()
         branches = [session.branch(branch_name) for session in self.sessions]
-        text = text or self._text.get(branch_name)
+        text = text or self._text.get(branches)
         if text is None:
             raise RuntimeError(f"branch {branch_name!r} has no prompt; set one before the next chunk.")
         num_tokens = latents.shape[2] * self.tokens_per_frame
         forward = PagedForwardContext(branches, num_tokens=num_tokens, start=start, backend=self._attachment.backend)
-        rotary = self._rotary_for(forward.starts[0] // self.tokens_per_frame, latents.shape[2])
+        start_frame, num_frames = forward.starts[0] // self.tokens_per_frame, latents.shape[2]
+        rotary = self._rotary_for(start_frame, num_frames)
         transformer, stub = self._transformer, self._text_stub
+        arguments = self._arguments(
+            latents.to(stub.dtype),
+            timestep,
+            frame_controls=controls if controls is not None else (self.controls,) * num_frames,
+            start_latent_frame=start_frame,
+            branch=branch_name,
+        )
         cache_context = transformer.cache_context(_CACHE_CONTEXT[branch_name])
         with self._attachment, forward, self._attachment.bind(forward, rotary, text), cache_context:
-            return transformer(
-                hidden_states=latents.to(stub.dtype),
-                timestep=torch.full((latents.shape[0],), timestep, device=self.device),
-                encoder_hidden_states=stub,
-                return_dict=False,
-            )[0]
+            return transformer(**arguments, encoder_hidden_states=stub, return_dict=False)[0]
+
+    def _arguments(self, latents: torch.Tensor, timestep: float, **inputs: Any) -> dict[str, Any]:
+        """The transformer's arguments; ``inputs`` are the other fields of ``ControlInputs``."""
+        timesteps = torch.full((latents.shape[0],), timestep, device=self.device)
+        if self.control_hook is None:
+            return {"hidden_states": latents, "timestep": timesteps}
+        # A clone: a hook that edits in place must not reach the latents that the next step starts from.
+        return apply_hook(self.control_hook, ControlInputs(latents=latents.clone(), timestep=timesteps, **inputs))
 
     def _rotary_for(self, start_frame: int, num_frames: int) -> Rotary:
         """Angles of these frames, computed once a chunk."""

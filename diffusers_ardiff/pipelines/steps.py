@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,18 @@ class NoiseSource:
                 f"{tuple(shape)}."
             )
         return noise.to(self.device, torch.float32)
+
+    def fork(self, generator: Any = None) -> NoiseSource:
+        """The noise to come, once more: drawing from one source does not advance the other.
+
+        Args:
+            generator: draw from it instead, as in ``NoiseSource``; None: from copies of this source's generators as
+                they are now. Where this source has none, both draw from torch's global generator.
+        """
+        if generator is None and self.generator is not None:
+            is_list = isinstance(self.generator, list)
+            generator = [g.clone_state() for g in self.generator] if is_list else self.generator.clone_state()
+        return dataclasses.replace(self, generator=generator)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         return randn_tensor(shape, generator=self.generator, device=self.device, dtype=torch.float32)

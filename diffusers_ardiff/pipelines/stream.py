@@ -2,105 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..validation import check_int
+from .callbacks import run_callback
+from .control import ControlEvent
 from .frames import check_history_limit, next_chunk_size
-from .output import ARChunk
-from .rollout import NEGATIVE, POSITIVE, Rollout
+from .inputs import check_generators
+from .live import Inbox, LiveControl
+from .output import ARChunk, FrameOutput
+from .prompts import PromptChange, PromptState
+from .rollout import NEGATIVE, Rollout
+from .settings import CallState, StreamSettings
 from .steps import NoiseSource, add_noise, predict_clean
-from .vae_stream import VaeDecodeStream
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
 
-SWITCH_MODES = ("text", "recache", "flush")
 RESET_STATES = ("history", "text", "vae")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptSwitch:
-    """A change of prompt during a call, at the first chunk that starts at or after ``latent_frame``.
-
-    Args:
-        latent_frame: absolute latent frame, given ones included.
-        prompt: new prompt, for all videos or one each; or
-        prompt_embeds: (videos or 1, text_len, text_dim).
-        mode: ``"text"``: only the text changes, history stays as it was written; ``"recache"``: the window's keys are
-            rewritten under the new text; ``"flush"``: only the sink and the last ``keep_frames`` frames stay.
-        keep_frames: latent frames kept by a flush.
-    """
-
-    latent_frame: int
-    prompt: str | list[str] | None = None
-    prompt_embeds: torch.Tensor | None = None
-    mode: str = "text"
-    keep_frames: int = 0
-
-    def __post_init__(self) -> None:
-        check_int("latent_frame", self.latent_frame, minimum=0)
-        check_switch(self.mode, self.keep_frames)
-        if (self.prompt is None) == (self.prompt_embeds is None):
-            raise ValueError("a prompt switch takes either `prompt` or `prompt_embeds`.")
-
-
-def check_switch(mode: str, keep_frames: int) -> None:
-    """Raise ValueError for an unknown switch mode, or frames kept by a mode that keeps everything."""
-    if mode not in SWITCH_MODES:
-        raise ValueError(f"unknown prompt switch mode {mode!r}; known: {list(SWITCH_MODES)}.")
-    check_int("keep_frames", keep_frames, minimum=0)
-    if keep_frames and mode != "flush":
-        raise ValueError(f"keep_frames={keep_frames} only goes with mode 'flush', got mode {mode!r}.")
-
-
-StepCallback = Callable[["ARDiffusionPipeline", int, float, dict[str, Any]], dict[str, Any] | None]
-
-
-@dataclass(kw_only=True)
-class CallState:
-    """What callbacks read and change while a stream runs; the pipeline keeps it, and no memory with it, afterwards.
-
-    Args:
-        guidance_scale: may be changed between steps.
-        num_timesteps: denoise steps of all chunks together; 0 for an endless stream.
-        interrupted: stop after the current step.
-    """
-
-    guidance_scale: float
-    num_timesteps: int = 0
-    interrupted: bool = False
-
-
-@dataclass(kw_only=True)
-class StreamSettings:
-    """How one stream runs; checked by the pipeline before it is made.
-
-    Args:
-        given: clean latents of each given chunk, in order.
-        num_frames, total_latent_frames: pixel and latent frames to hand out in all, given ones included; None: endless.
-        output_type: form of ``ARChunk.frames``.
-        text_len: rows of the prompt embeddings of later prompts; None: the pipeline's default.
-        schedule: prompt switches, sorted by frame.
-        callback, callback_tensors: ``callback_on_step_end`` and the names of the tensors it gets.
-        on_step: called after each step, for progress bars.
-    """
-
-    given: Sequence[torch.Tensor]
-    num_frames: int | None
-    total_latent_frames: int | None
-    output_type: str
-    text_len: int | None = None
-    schedule: Sequence[PromptSwitch] = ()
-    callback: StepCallback | None = None
-    callback_tensors: Sequence[str] = ("latents",)
-    on_step: Callable[[], None] | None = None
-
-
-class ARStream(Iterator[ARChunk]):
+class ARStream(LiveControl, Iterator[ARChunk]):
     """Chunks of a batch of videos, made one by one as they are asked for; returned by ``ARDiffusionPipeline.stream``.
 
     A chunk is handed out before its commit forward runs; that one runs when the next chunk is asked for, or before
@@ -116,20 +42,26 @@ class ARStream(Iterator[ARChunk]):
         settings: StreamSettings,
         *,
         state: CallState,
-        decoder: VaeDecodeStream | None,
+        output: FrameOutput,
+        inbox: Inbox | None = None,
     ) -> None:
+        self.inbox = inbox if inbox is not None else Inbox(settings.rules)
         self.rollout = rollout
         self.state = state
-        self.num_steps = 0
         self._pipeline = pipeline
         self._noise = noise
         self._settings = settings
-        self._embeds: dict[str, torch.Tensor] = {}
-        self._given = iter(settings.given)
-        self._schedule = list(settings.schedule)
-        self._vae = decoder
-        self._num_chunks = self._num_generated = self._generated_frames = self._frames_out = 0
+        self._prompt = PromptState(rollout)
+        self._output = output
+        self._begin_video()
+        self._last_event_id: int | None = None
         self._closed = False
+
+    def _begin_video(self) -> None:
+        """Given frames, prompt schedule and counters of a video that begins."""
+        self._given = iter(self._settings.given)
+        self._schedule = list(self._settings.schedule)
+        self.num_steps = self._num_chunks = self._num_generated = self._generated_frames = 0
 
     @property
     def closed(self) -> bool:
@@ -139,51 +71,91 @@ class ARStream(Iterator[ARChunk]):
     @property
     def vae_state_bytes(self) -> int:
         """Bytes the decoder's state holds now."""
-        return self._vae.state_bytes if self._vae is not None else 0
+        return self._output.state_bytes
 
     # -- chunks --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def __next__(self) -> ARChunk:
-        """The next chunk; StopIteration after the last."""
-        if self._closed:
-            raise StopIteration
-        self._pipeline.call_state = self.state
+        """The next chunk; StopIteration after the last.
+
+        Raises whatever making a chunk or applying an event raises; the stream is then closed, or, after an event,
+        goes on with the next call.
+        """
         try:
-            chunk = self._next_chunk()
-        except BaseException:
+            chunk = None if self._closed else self._next_chunk()
+        except StopIteration as error:
             self.close()
-            raise
+            raise RuntimeError(
+                "a callback, a control hook or a `step_noise` function raised StopIteration before the video's end; "
+                "an iterator it takes from may be too short."
+            ) from error
         if chunk is None:
             self.close()
             raise StopIteration
         return chunk
 
     def _next_chunk(self) -> ARChunk | None:
-        rollout = self.rollout
-        start = rollout.num_latent_frames
-        given = next(self._given, None)
-        size = next_chunk_size(rollout.recipe, start, self._settings.total_latent_frames)
-        if given is None and (size is None or self.state.interrupted):
+        """None at the end, and where a callback closed the stream."""
+        if self.rollout.offloaded:
+            raise RuntimeError("this stream is offloaded; call onload() on it first.")
+        self._pipeline.call_state = self.state
+        with self._closed_on_error():
+            upcoming = self._reach_next_chunk()
+        if upcoming is None:
             return None
-        if given is None:
-            check_history_limit(rollout.recipe, start, start + cast(int, size))
-        rollout.commit_held()
-        latents = given if given is not None else self._generate(cast(int, size))
-        rollout.hold(latents)
+        if isinstance(upcoming, int):
+            self._apply_events()
+        with self._closed_on_error():
+            return self._make_chunk(upcoming)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _reach_next_chunk(self) -> torch.Tensor | int | None:
+        """Commit what is due; the next chunk's given latents, or its frames to generate, or None at the end."""
+        given = next(self._given, None)
+        size = self._next_size() if given is None else None
+        if given is None and size is None:
+            return None
+        self.rollout.commit_held()
+        if given is not None:
+            return given
+        self._apply_schedule()
+        return size
+
+    def _next_size(self) -> int | None:
+        recipe, start = self.rollout.recipe, self.rollout.num_latent_frames
+        size = next_chunk_size(recipe, start, self._settings.total_latent_frames)
+        if size is None or self.state.interrupted:
+            return None
+        check_history_limit(recipe, start, start + size)
+        return size
+
+    def _make_chunk(self, upcoming: torch.Tensor | int) -> ARChunk | None:
+        start = self.rollout.num_latent_frames
+        latents = self._generate(upcoming) if isinstance(upcoming, int) else upcoming
+        if self._closed:
+            return None
+        self.rollout.hold(latents)
         chunk = ARChunk(
             index=self._num_chunks,
-            frames=self._decode(latents),
+            frames=self._output.make(latents, self.rollout.recent_latents),
             latents=latents,
             start_latent_frame=start,
-            is_given=given is not None,
+            is_given=not isinstance(upcoming, int),
+            last_event_id=self._last_event_id,
         )
         self._num_chunks += 1
         return chunk
 
     def _generate(self, size: int) -> torch.Tensor:
         """Denoise the next chunk of ``size`` latent frames."""
-        self._apply_schedule()
         rollout, noise = self.rollout, self._noise
         shape = rollout.shape.chunk(size)
         timesteps, sigmas = (fn(self._num_generated) for fn in (rollout.recipe.timesteps, rollout.recipe.sigmas))
@@ -194,7 +166,7 @@ class ARStream(Iterator[ARChunk]):
             if step + 1 < len(sigmas):
                 latents = add_noise(latents, noise.step(shape, self._num_generated, step), sigmas[step + 1])
             latents = self._after_step(timestep, latents)
-            if self.state.interrupted:
+            if self.state.interrupted or self._closed:
                 break
         self._num_generated += 1
         self._generated_frames += size
@@ -202,50 +174,26 @@ class ARStream(Iterator[ARChunk]):
 
     def _after_step(self, timestep: float, latents: torch.Tensor) -> torch.Tensor:
         settings = self._settings
-        if settings.callback is not None:
-            known = {
-                "latents": latents,
-                "prompt_embeds": self._embeds.get(POSITIVE),
-                "negative_prompt_embeds": self._embeds.get(NEGATIVE),
-            }
-            passed = {name: known[name] for name in settings.callback_tensors}
-            changed = settings.callback(self._pipeline, self.num_steps, timestep, passed) or {}
-            latents = changed.get("latents", latents)
-            self._take_embeds(changed.get("prompt_embeds"), changed.get("negative_prompt_embeds"))
+        # Once more, since a call inside a callback leaves its own state behind.
+        self._pipeline.call_state = self.state
+        latents, embeds = run_callback(self._pipeline, settings, self._prompt, self.num_steps, timestep, latents)
+        if embeds and not self._closed:
+            self.set_embeds(embeds)
         self.num_steps += 1
         if settings.on_step is not None:
             settings.on_step()
         return latents
 
-    def _take_embeds(self, positive: torch.Tensor | None, negative: torch.Tensor | None) -> None:
-        given = {POSITIVE: positive, NEGATIVE: negative}
-        changed = {
-            name: embeds
-            for name, embeds in given.items()
-            if embeds is not None and embeds is not self._embeds.get(name)
-        }
-        if changed:
-            self.set_embeds(changed)
-
-    def _decode(self, latents: torch.Tensor) -> Any:
-        settings = self._settings
-        if self._vae is None:
-            limit = settings.total_latent_frames
-            kept = latents if limit is None else latents[:, :, : limit - self._frames_out]
-            self._frames_out += kept.shape[2]
-            return kept
-        video = self._vae.decode(latents)
-        if settings.num_frames is not None:
-            video = video[:, :, : settings.num_frames - self._frames_out]
-        self._frames_out += video.shape[2]
-        return self._pipeline.video_processor.postprocess_video(video, output_type=settings.output_type)
-
     # -- control -------------------------------------------------------------------------------------------------
 
     def set_embeds(self, embeds: Mapping[str, torch.Tensor]) -> None:
-        """Replace text by branch name: embeddings (videos, text_len, text_dim). Self K/V stay."""
-        self.rollout.set_text(self.rollout.compute_text(embeds))
-        self._embeds.update(embeds)
+        """Replace text by branch name: embeddings (videos, text_len, text_dim). Self K/V stay.
+
+        Raises:
+            ValueError: a negative prompt without guidance, or not one row a video.
+        """
+        self._check_branches(embeds)
+        self._prompt.set(embeds)
 
     @torch.no_grad()
     def switch_prompt(
@@ -257,11 +205,13 @@ class ARStream(Iterator[ARChunk]):
         negative_prompt_embeds: torch.Tensor | None = None,
         mode: str = "text",
         keep_frames: int = 0,
+        blend_chunks: int = 0,
     ) -> None:
-        """Change the prompt from the next chunk on; see ``PromptSwitch`` for the modes.
+        """Change the prompt from the next chunk on; see ``PromptChange`` for the modes.
 
-        A commit that is still due runs first, with the old text. If a recache fails, the old text stays and the
-        history is stale until the same switch succeeds.
+        For the thread that iterates, between two chunks; ``update`` is for all others. A commit that is still due runs
+        first, with the old text. If a recache fails, the old text stays and the history is stale until the same switch
+        succeeds.
 
         Raises:
             ValueError: bad arguments; nothing has changed.
@@ -269,36 +219,58 @@ class ARStream(Iterator[ARChunk]):
         """
         if self._closed:
             raise RuntimeError("this stream is closed; start a new one.")
-        check_switch(mode, keep_frames)
-        embeds = self._pipeline.encode_branches(
-            prompt,
-            negative_prompt,
+        change = PromptChange(
+            prompt=prompt,
             prompt_embeds=prompt_embeds,
+            mode=mode,
+            keep_frames=keep_frames,
+            blend_chunks=blend_chunks,
+        )
+        self._apply_change(change, negative_prompt, negative_prompt_embeds)
+
+    def _apply_change(
+        self,
+        change: PromptChange,
+        negative_prompt: str | list[str] | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+    ) -> None:
+        embeds = self._pipeline.encode_branches(
+            change.prompt,
+            negative_prompt,
+            prompt_embeds=change.prompt_embeds,
             negative_prompt_embeds=negative_prompt_embeds,
             num_videos=self.rollout.shape.num_videos,
-            text_len=self._settings.text_len,
+            text_len=self._settings.rules.text_len,
         )
+        self._check_branches(embeds)
+        self._prompt.switch(embeds, change.mode, change.keep_frames, change.blend_chunks)
+
+    def _check_branches(self, embeds: Mapping[str, torch.Tensor]) -> None:
         if NEGATIVE in embeds and NEGATIVE not in self.rollout.branch_names:
             raise ValueError("this stream runs without guidance, so it takes no negative prompt.")
-        text = self.rollout.compute_text(embeds)
-        if mode == "recache":
-            self.rollout.recache(text)
-        else:
-            self.rollout.commit_held()
-            if mode == "flush":
-                self.rollout.flush(keep_frames)
-            self.rollout.set_text(text)
-        self._embeds.update(embeds)
 
     def _apply_schedule(self) -> None:
         while self._schedule and self._schedule[0].latent_frame <= self.rollout.num_latent_frames:
-            switch = self._schedule.pop(0)
-            self.switch_prompt(
-                switch.prompt, prompt_embeds=switch.prompt_embeds, mode=switch.mode, keep_frames=switch.keep_frames
-            )
+            self._apply_change(self._schedule.pop(0))
+
+    def _apply_events(self) -> None:
+        for event in self.inbox.mailbox.take_pending():
+            try:
+                self._apply_event(event)
+            except Exception as error:
+                error.add_note(f"raised by event {event.event_id}, which is dropped.")
+                raise
+        self._prompt.begin_chunk()
+
+    def _apply_event(self, event: ControlEvent) -> None:
+        if event.change is not None:
+            self._apply_change(event.change)
+        if event.controls is not None:
+            self.rollout.set_controls(event.controls)
+        self._last_event_id = event.event_id
 
     def reset(self, keep: Sequence[str] = ("text",)) -> None:
-        """Start a new video in the same memory; what is named in ``keep`` stays.
+        """Start a new video in the same memory, given frames and prompt schedule included; ``keep`` names what stays.
 
         Args:
             keep: any of ``"history"`` (self K/V and position), ``"text"``, ``"vae"`` (decoder state).
@@ -314,21 +286,51 @@ class ARStream(Iterator[ARChunk]):
             raise RuntimeError("this stream is closed; start a new one.")
         if "history" not in keep:
             self.rollout.reset()
-            self._num_chunks = self._num_generated = self._generated_frames = self._frames_out = 0
+            self._begin_video()
+            self._output.num_frames = 0
         if "text" not in keep:
             self.rollout.clear_text()
-            self._embeds.clear()
-        if "vae" not in keep and self._vae is not None:
-            self._vae.reset()
+            self._prompt.clear()
+        if "vae" not in keep:
+            self._output.reset_decoder()
+
+    @torch.no_grad()
+    def fork(self, generator: Any = None) -> ARStream:
+        """A second stream with the same past, prompt and noise to come, in the same pool; copies no keys or values.
+
+        ``generator`` is that of the child's noise, as in a call; None: a copy of this stream's as it is now. A commit
+        that is due runs first. Events that wait stay with this stream; the child counts its own.
+
+        Raises ValueError where there is not one generator a video, else like ``Rollout.fork``; nothing changes then.
+        """
+        check_generators(generator, self.rollout.shape.num_videos)
+        noise, output = self._noise.fork(generator), self._output.fork()
+        rollout, state = self.rollout.fork(), copy.copy(self.state)
+        child = ARStream(self._pipeline, rollout, noise, self._settings, state=state, output=output)
+        child._prompt = self._prompt.copy_for(rollout)
+        child._given, child._schedule = copy.copy(self._given), list(self._schedule)
+        child.num_steps, child._num_chunks = self.num_steps, self._num_chunks
+        child._num_generated, child._generated_frames = self._num_generated, self._generated_frames
+        return child
+
+    @torch.no_grad()
+    def offload(self) -> None:
+        """Move all but the decoder's state to host memory and give the pages back; see ``Rollout.offload``."""
+        self.rollout.offload()
+
+    def onload(self) -> None:
+        """Take pages again and go on, bit by bit as if nothing had been; see ``Rollout.onload``."""
+        self.rollout.onload()
 
     def close(self) -> None:
         """Stop and give all memory back; calling it again does nothing."""
         if self._closed:
             return
         self._closed = True
+        self.inbox.mailbox.close()
         self.rollout.close()
-        self._embeds.clear()
-        self._vae = None
+        self._prompt.clear()
+        self._output.reset_decoder()
         self._pipeline.maybe_free_model_hooks()
 
     def __enter__(self) -> ARStream:

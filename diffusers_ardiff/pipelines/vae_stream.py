@@ -140,7 +140,7 @@ class _CausalStream:
     def __init__(self, vae: AutoencoderKLWan) -> None:
         check_streamable_vae(vae)
         self._vae = vae
-        self._check_layout_options(batch=1)
+        self.check_options(batch=1)
         self.reset()
 
     def reset(self) -> None:
@@ -168,7 +168,7 @@ class _CausalStream:
 
     def _begin(self, chunk: torch.Tensor) -> None:
         """Check a chunk against the past, then mark the state as unusable until the chunk is done."""
-        self._check_layout_options(batch=chunk.shape[0])
+        self.check_options(batch=chunk.shape[0])
         if not self._is_consistent:
             raise RuntimeError(
                 f"An earlier chunk stopped inside the {self._part}, so the state is half old and half new. "
@@ -195,7 +195,8 @@ class _CausalStream:
         )
         return mean, std
 
-    def _check_layout_options(self, batch: int) -> None:
+    def check_options(self, batch: int) -> None:
+        """Raise NotImplementedError where the VAE's options forbid to stream ``batch`` rows."""
         if getattr(self._vae, "use_tiling", False):
             raise NotImplementedError(
                 "A tiled VAE cannot be streamed, since every tile would need its own past. Call vae.disable_tiling() "

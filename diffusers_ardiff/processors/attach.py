@@ -13,9 +13,9 @@ from ..attention import AttentionRequest, get_backend, select_backend
 from ..cache import KVShape, TextKV
 from ..context import PagedForwardContext
 from ..rope import Rotary
-from .wan import PagedWanCrossAttnProcessor, PagedWanSelfAttnProcessor, project_text
+from .wan import HostSettings, PagedWanCrossAttnProcessor, PagedWanSelfAttnProcessor, project_text
 
-_SELF_ATTN_PARTS = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k", "heads", "set_processor")
+_ATTN_PARTS = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k", "heads", "set_processor")
 
 
 class OffsetRope(torch.nn.Module):
@@ -79,6 +79,7 @@ class PagedAttachment:
         ]
         self._rope = OffsetRope(transformer.rope)
         self._attached = False
+        self._stays = False
         self._num_entered = 0
 
     @property
@@ -103,52 +104,83 @@ class PagedAttachment:
         return select_backend(request, self.backend).name
 
     def attach(self) -> PagedAttachment:
-        """Put the processors and the rope module into the transformer.
+        """Put the processors and the rope module into the transformer until ``detach``; a ``with`` leaves them in.
+
+        All or none: a failure midway puts back what was swapped.
 
         Raises:
-            RuntimeError: attached already.
+            RuntimeError: attached already, or blocks were replaced after this attachment was made.
         """
-        if self._attached:
-            raise RuntimeError("these processors are attached already; detach them first.")
-        for pair, ours in zip(self._attn, self._processors, strict=True):
-            for attn, processor in zip(pair, ours, strict=True):
-                processor.host_processor = attn.processor
-                attn.set_processor(processor)
-        self._rope.host_rope = self.transformer.rope
-        self.transformer.rope = self._rope
-        self._attached = True
+        self._swap_in()
+        self._stays = True
         return self
 
     def detach(self) -> None:
         """Put the transformer back as it was found; calling it again does nothing.
 
         Raises:
-            RuntimeError: somebody swapped processors or the rope after us; theirs have to be removed first.
+            RuntimeError: somebody swapped processors, blocks or the rope after us; theirs have to be removed first.
         """
-        if not self._attached:
-            return
-        for pair, ours in zip(self._attn, self._processors, strict=True):
-            swapped = any(attn.processor is not processor for attn, processor in zip(pair, ours, strict=True))
-            if swapped or self.transformer.rope is not self._rope:
-                raise RuntimeError(
-                    "the transformer's attention processors or its rope were swapped again after "
-                    "attach_paged_attention; undo the later swap first, then detach."
-                )
-        for pair, ours in zip(self._attn, self._processors, strict=True):
-            for attn, processor in zip(pair, ours, strict=True):
+        if self._attached:
+            self._check_unchanged()
+            self._swap_out()
+
+    def _pairs(self) -> Iterator[tuple[Any, HostSettings]]:
+        for attns, ours in zip(self._attn, self._processors, strict=True):
+            yield from zip(attns, ours, strict=True)
+
+    def _swap_in(self) -> None:
+        if self._attached:
+            raise RuntimeError("these processors are attached already; detach them first.")
+        self._check_unchanged()
+        try:
+            for attn, processor in self._pairs():
+                processor.host_processor = attn.processor
+                attn.set_processor(processor)
+            self._rope.host_rope = self.transformer.rope
+            self.transformer.rope = self._rope
+        except BaseException:
+            self._swap_out()
+            raise
+        self._attached = True
+
+    def _swap_out(self) -> None:
+        for attn, processor in self._pairs():
+            if attn.processor is processor:
                 attn.set_processor(processor.host_processor)
-        self.transformer.rope = self._rope.host_rope
-        self._attached = False
+        if self.transformer.rope is self._rope:
+            self.transformer.rope = self._rope.host_rope
+        self._attached = self._stays = False
+
+    @property
+    def covers_all_blocks(self) -> bool:
+        """Whether the transformer still has exactly the attention modules these processors were made for."""
+        found = [getattr(block, name, None) for block in self.transformer.blocks for name in ("attn1", "attn2")]
+        known = [attn for attn, _ in self._pairs()]
+        return len(found) == len(known) and all(a is b for a, b in zip(found, known, strict=True))
+
+    def _check_unchanged(self) -> None:
+        if not self.covers_all_blocks:
+            raise RuntimeError(
+                "blocks of the transformer were replaced, added or removed after the paged processors were made for it, "
+                "so these would not be paged; undo the later swap first, or make a new attachment."
+            )
+        swapped = any(attn.processor is not processor for attn, processor in self._pairs())
+        if self._attached and (swapped or self.transformer.rope is not self._rope):
+            raise RuntimeError(
+                "the transformer's attention processors or its rope were swapped again after the paged ones were "
+                "attached; undo the later swap first."
+            )
 
     def __enter__(self) -> PagedAttachment:
         if not self._attached:
-            self.attach()
+            self._swap_in()
         self._num_entered += 1
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._num_entered -= 1
-        if self._num_entered == 0:
+        if self._num_entered == 0 and not self._stays:
             self.detach()
 
     @contextmanager
@@ -156,17 +188,22 @@ class PagedAttachment:
         """Hand one prepared forward's inputs to the processors; always taken back.
 
         Args:
-            context: a prepared forward context.
+            context: a prepared forward context; where it names no attention backend, it takes the attached one.
             rotary: (cos, sin) of its tokens.
             text: text K/V of its rows; None: the host computes cross-attention from ``encoder_hidden_states``.
 
         Raises:
-            RuntimeError: not attached, or another forward is bound.
+            RuntimeError: not attached, another forward is bound, processors or blocks were swapped, or, at the end, a
+                layer has written no keys, so the forward must not be committed.
+            ValueError: context and attachment name different backends.
         """
         if not self._attached:
             raise RuntimeError("attach the paged processors before binding a forward to them.")
         if self._rope.rotary is not None:
             raise RuntimeError("another forward is bound to this transformer; a transformer runs one at a time.")
+        self._check_unchanged()
+        if self.backend is not None:
+            context.use_backend(self.backend)
         try:
             self._rope.rotary = rotary
             for layer, (self_attn, cross_attn) in enumerate(self._processors):
@@ -178,6 +215,16 @@ class PagedAttachment:
             for self_attn, cross_attn in self._processors:
                 self_attn.inputs = None
                 cross_attn.text = None
+        self._check_all_written(context)
+
+    def _check_all_written(self, context: PagedForwardContext) -> None:
+        unwritten = [layer for layer in context.unwritten_layers if layer < len(self._attn)]
+        if unwritten:
+            raise RuntimeError(
+                f"layers {unwritten} wrote no keys in this forward, so it counts as failed. Either a cache skips blocks "
+                "(call disable_cache() on the transformer), or a processor or block was swapped after the paged ones "
+                "were attached, or the transformer was not called."
+            )
 
     @torch.no_grad()
     def compute_text_kv(self, prompt_embeds: torch.Tensor, image_embeds: torch.Tensor | None = None) -> TextKV:
@@ -188,7 +235,16 @@ class PagedAttachment:
             image_embeds: (rows, image_len, image_dim) where the model has an image embedder.
 
         Returned whole or not at all, so a failure leaves whatever a session held before.
+
+        Raises:
+            NotImplementedError: diffusers moves whole blocks to the device when they are called (block-level group
+                offloading), and here only parts of them are.
         """
+        if any(_is_offloaded_whole(block) for block in self.transformer.blocks):
+            raise NotImplementedError(
+                "text K/V are computed by parts of the blocks, which block-level group offloading leaves off the device; "
+                "use enable_group_offload(offload_type='leaf_level')."
+            )
         hook = getattr(self.transformer, "_hf_hook", None)
         if hook is not None:
             hook.pre_forward(self.transformer)
@@ -215,20 +271,33 @@ def attach_paged_attention(transformer: Any, *, backend: str | None = None) -> P
         TypeError: the model lacks a part; the message lists them.
         ValueError: unknown backend.
     """
-    return PagedAttachment(transformer, backend=backend).attach()
+    attachment = PagedAttachment(transformer, backend=backend)
+    attachment._swap_in()
+    return attachment
+
+
+def _is_offloaded_whole(block: Any) -> bool:
+    registry = getattr(block, "_diffusers_hook", None)
+    hook = registry.get_hook("group_offloading") if registry is not None else None
+    # Leaf-level offloading hooks a block too, for its own parameters only.
+    return hook is not None and any(module is block for module in hook.group.modules)
 
 
 def _wan_blocks(transformer: Any) -> list[Any]:
     missing = [name for name in ("blocks", "rope", "condition_embedder", "config") if not hasattr(transformer, name)]
     blocks = list(getattr(transformer, "blocks", []))
-    for index, block in enumerate(blocks[:1]):
-        for attn_name in ("attn1", "attn2"):
-            attn = getattr(block, attn_name, None)
-            parts = [part for part in _SELF_ATTN_PARTS if getattr(attn, part, None) is None]
-            missing += [f"blocks.{index}.{attn_name}.{part}" for part in parts]
+    for index, block in enumerate(blocks):
+        missing += [f"blocks.{index}.{part}" for part in _missing_parts(block)]
+        if missing:
+            break
     if missing or not blocks:
         raise TypeError(
             f"{type(transformer).__name__} is not built like a Wan transformer; missing: {missing or ['blocks']}. "
             "Supported: WanTransformer3DModel and its clones."
         )
     return blocks
+
+
+def _missing_parts(block: Any) -> list[str]:
+    attns = {name: getattr(block, name, None) for name in ("attn1", "attn2")}
+    return [f"{name}.{p}" for name, attn in attns.items() for p in _ATTN_PARTS if getattr(attn, p, None) is None]

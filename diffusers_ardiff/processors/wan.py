@@ -64,7 +64,10 @@ class PagedWanSelfAttnProcessor(HostSettings):
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
             )
         if attention_mask is not None:
-            raise ValueError("paged self-attention takes no dense attention_mask; the window decides what is visible.")
+            raise ValueError(
+                "paged self-attention takes no dense attention_mask: the window decides what is visible, and the forward "
+                "context's full_attn_spans."
+            )
         query, key, value = _project_qkv(attn, hidden_states)
         query = attn.norm_q(query).unflatten(2, (attn.heads, -1))
         key = attn.norm_k(key).unflatten(2, (attn.heads, -1))

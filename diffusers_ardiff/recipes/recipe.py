@@ -148,7 +148,8 @@ class Recipe:
     def _check_frame_counts(self) -> None:
         check_int("chunk_frames", self.chunk_frames, minimum=1)
         check_int("num_sink_frames", self.num_sink_frames, minimum=0)
-        check_int("fps", self.fps, minimum=1)
+        for field in ("fps", "height", "width", "num_frames"):
+            check_int(field, getattr(self, field), minimum=1)
         for field in ("first_chunk_frames", "num_window_frames", "max_latent_frames"):
             if getattr(self, field) is not None:
                 check_int(field, getattr(self, field), minimum=1)

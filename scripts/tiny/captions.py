@@ -61,10 +61,13 @@ def noun_phrase(color: str, kind: str, direction: str | None, rng: random.Random
     return " ".join(word for word in words if word)
 
 
-def caption_scenes(scenes: Scenes, rng: random.Random, empty_share: float = 0.05) -> list[str]:
+def caption_scenes(
+    scenes: Scenes, rng: random.Random, empty_share: float = 0.05, vague_share: float = 0.0
+) -> list[str]:
     """One caption a scene: shapes in any order, each with or without the direction it has in the first frame.
 
-    A share of `empty_share` is empty, so that the model also knows what "no prompt" means.
+    A share of `empty_share` is empty, so that the model also knows what "no prompt" means. A share of `vague_share` of
+    the phrases says "shape" in place of the kind, so that colour words get to work without a kind they are known with.
     """
     colors, kinds, present = scenes.colors.tolist(), scenes.kinds.tolist(), scenes.present.tolist()
     captions = []
@@ -74,7 +77,7 @@ def caption_scenes(scenes: Scenes, rng: random.Random, empty_share: float = 0.05
         phrases = [
             noun_phrase(
                 COLORS[colors[row][slot]],
-                KINDS[kinds[row][slot]],
+                "shape" if rng.random() < vague_share else KINDS[kinds[row][slot]],
                 direction_word(*motion[slot]) if rng.random() < 0.5 else None,
                 rng,
             )

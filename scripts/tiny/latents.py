@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,7 @@ from diffusers import AutoencoderKLWan
 
 from .captions import build_tokenizer, caption_scenes
 from .models import encode_video, latent_stats
-from .shapes import render, sample_scenes, simulate
-
-LATENT_FRAMES = 21
-CAPTIONS = 4
+from .shapes import NUMBERS, Scenes, render, sample_scenes, simulate
 
 
 @dataclass(frozen=True)
@@ -30,26 +28,44 @@ class LatentClips:
         return self.latents[clip].float(), self.token_ids[clip, caption]
 
 
+@dataclass(frozen=True)
+class EncodeSettings:
+    """How clips are made: up to `num_clips` within `max_seconds`, of F `latent_frames` (4 F - 3 pixel frames) each.
+
+    captions: captions a clip; numbers: weights of one, two and three shapes; batch: clips encoded together.
+    """
+
+    num_clips: int
+    max_seconds: float
+    batch: int
+    latent_frames: int = 21
+    captions: int = 4
+    numbers: Sequence[float] = NUMBERS
+
+
 @torch.no_grad()
-def encode_clips(
-    vae: AutoencoderKLWan, generator: torch.Generator, num_clips: int, max_seconds: float, batch: int
-) -> LatentClips:
-    """Renders and encodes up to `num_clips` clips of 21 latent frames (81 pixel frames) within `max_seconds`."""
+def encode_clips(vae: AutoencoderKLWan, generator: torch.Generator, settings: EncodeSettings) -> LatentClips:
+    """Renders, captions and encodes clips."""
     mean, std = latent_stats(vae)
     rng = random.Random(generator.initial_seed())
-    tokenizer = build_tokenizer()
-    latents, texts, start = [], [], time.monotonic()
-    for _ in range(0, num_clips, 16 * batch):
-        scenes = sample_scenes(16 * batch, generator)
-        track = simulate(scenes, 4 * LATENT_FRAMES - 3)
-        texts += zip(*(caption_scenes(scenes, rng) for _ in range(CAPTIONS)), strict=True)
-        for part in torch.arange(16 * batch, device=track.device).split(batch):
+    latents, ids, start = [], [], time.monotonic()
+    for _ in range(0, settings.num_clips, 16 * settings.batch):
+        scenes = sample_scenes(16 * settings.batch, generator, numbers=settings.numbers)
+        track = simulate(scenes, 4 * settings.latent_frames - 3)
+        ids.append(caption_ids(scenes, rng, settings.captions))
+        for part in torch.arange(16 * settings.batch, device=track.device).split(settings.batch):
             video = render(scenes.select(part), track[part])
             with torch.autocast(track.device.type, torch.bfloat16, enabled=track.is_cuda):
                 encoded = encode_video(vae, video).mode()
             latents.append(((encoded.float() - mean) / std).half())
-        if time.monotonic() - start > max_seconds:
+        if time.monotonic() - start > settings.max_seconds:
             break
+    return LatentClips(torch.cat(latents), torch.cat(ids))
+
+
+def caption_ids(scenes: Scenes, rng: random.Random, captions: int, **shares: float) -> torch.Tensor:
+    """Token ids of several captions a scene, on the scenes' device: (N, captions, 24); shares as in `caption_scenes`."""
+    texts = list(zip(*(caption_scenes(scenes, rng, **shares) for _ in range(captions)), strict=True))
     options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-    ids = tokenizer([text for group in texts for text in group], **options).input_ids
-    return LatentClips(torch.cat(latents), ids.view(len(texts), CAPTIONS, -1).to(track.device))
+    ids = build_tokenizer()([text for group in texts for text in group], **options).input_ids
+    return ids.view(len(texts), captions, -1).to(scenes.colors.device)

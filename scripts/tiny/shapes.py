@@ -5,6 +5,7 @@ keeps its own speed), so they hardly overlap and every colour stays visible. Len
 colours are RGB in [-1, 1]. `x` grows to the right, `y` grows downwards.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -27,6 +28,8 @@ KINDS: tuple[str, ...] = ("circle", "square", "triangle")
 # Never rendered for training; the scorer asks for them. Every colour and every kind is still seen otherwise.
 HELD_OUT: frozenset[tuple[str, str]] = frozenset({("red", "triangle"), ("blue", "circle"), ("yellow", "square")})
 
+NUMBERS = (0.125, 0.5, 0.375)  # weights of scenes of one, two and three shapes
+
 
 @dataclass(frozen=True)
 class Scenes:
@@ -43,6 +46,11 @@ class Scenes:
     position: torch.Tensor
     velocity: torch.Tensor
 
+    def wanted(self) -> torch.Tensor:
+        """Which colours are present: (N, colours) bool."""
+        table = torch.zeros(len(self.colors), len(COLORS), device=self.colors.device)
+        return table.scatter_add_(1, self.colors, self.present.float()).bool()
+
     def select(self, rows: torch.Tensor) -> "Scenes":
         """The scenes at `rows`."""
         return Scenes(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
@@ -53,8 +61,16 @@ def training_pairs() -> torch.Tensor:
     return torch.tensor([[float((color, kind) not in HELD_OUT) for kind in KINDS] for color in COLORS])
 
 
-def sample_scenes(count: int, generator: torch.Generator, pairs: torch.Tensor | None = None) -> Scenes:
-    """Draws scenes on the generator's device, with (colour, kind) pairs weighted by `pairs` (default: training)."""
+def sample_scenes(
+    count: int,
+    generator: torch.Generator,
+    pairs: torch.Tensor | None = None,
+    numbers: Sequence[float] = NUMBERS,
+) -> Scenes:
+    """Draws scenes on the generator's device.
+
+    `pairs` weights the (colour, kind) pairs (default: those of training), `numbers` one, two and three shapes.
+    """
     device = generator.device
     pairs = (training_pairs() if pairs is None else pairs).to(device)
 
@@ -63,8 +79,8 @@ def sample_scenes(count: int, generator: torch.Generator, pairs: torch.Tensor | 
 
     colors = uniform(len(COLORS)).argsort(dim=1)[:, :MAX_SHAPES]
     kinds = torch.multinomial(pairs[colors].flatten(0, 1), 1, generator=generator).view(count, MAX_SHAPES)
-    number = 1 + (uniform(1) > 0.25).long() + (uniform(1) > 0.5).long()
-    present = torch.arange(MAX_SHAPES, device=device) < number
+    number = torch.multinomial(torch.tensor(numbers, device=device), count, replacement=True, generator=generator)
+    present = torch.arange(MAX_SHAPES, device=device) <= number[:, None]
     radius = 7 + 2 * uniform(MAX_SHAPES)
     angle, speed = 2 * torch.pi * uniform(MAX_SHAPES), 0.7 + 0.9 * uniform(MAX_SHAPES)
     velocity = speed[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)

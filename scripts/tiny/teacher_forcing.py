@@ -51,28 +51,34 @@ class Partitions:
     cumulative: torch.Tensor
 
     @classmethod
-    def build(cls, device: torch.device, tokens_per_frame: int, dtype: torch.dtype) -> "Partitions":
-        """Builds the tables for L = F * tokens_per_frame tokens a half."""
-        allowed = torch.stack([frame_mask(partition) for partition in PARTITIONS])
+    def build(
+        cls, shares: dict[tuple[int, ...], float], device: torch.device, tokens_per_frame: int, dtype: torch.dtype
+    ) -> "Partitions":
+        """Builds the tables of the partitions in `shares`, for L = F * tokens_per_frame tokens a half."""
+        allowed = torch.stack([frame_mask(partition) for partition in shares])
         allowed = allowed.repeat_interleave(tokens_per_frame, 1).repeat_interleave(tokens_per_frame, 2)
         bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, -torch.inf)[:, None]
-        chunks = torch.stack([chunk_ids(partition) for partition in PARTITIONS])
-        cumulative = torch.tensor(list(PARTITIONS.values())).cumsum(0)
+        chunks = torch.stack([chunk_ids(partition) for partition in shares])
+        cumulative = torch.tensor(list(shares.values())).cumsum(0)
         return cls(bias.to(device), chunks.to(device), cumulative.to(device))
 
 
 @dataclass
 class TrainingContext:
-    """What the next forward needs beside its arguments; read by `TrainingRope`."""
+    """What the next forward needs beside its arguments; read by `TrainingRope`.
+
+    bias: attention bias or None; start: (B,) first frame of each clip; halves: 2 for [clean | noisy], 1 for noisy alone.
+    """
 
     bias: torch.Tensor | None = None
+    halves: int = 2
     start: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
 
 
 class TrainingRope(nn.Module):
-    """Replaces `transformer.rope`: both halves sit at frames start, start + 1, ...; the mask rides along.
+    """Replaces `transformer.rope`: each half sits at frames start, start + 1, ...; the mask rides along.
 
-    Returns (cos, sin, bias): cos and sin are (B, 2L, 1, D) float32 of angles computed in float64.
+    Returns (cos, sin, bias): cos and sin are (B, halves * L, 1, D) float32 of angles computed in float64.
     """
 
     def __init__(self, head_dim: int, context: TrainingContext, theta: float = 10000.0) -> None:
@@ -88,12 +94,13 @@ class TrainingRope(nn.Module):
         return (position[..., None] * self.theta**-powers).repeat_interleave(2, dim=-1)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """hidden_states: latents (B, C, 2F, H, W), of which only the shape and the device matter."""
-        num_frames, rows, columns = (size // 2 for size in hidden_states.shape[2:])
+        """hidden_states: latents (B, C, halves * F, H, W), of which only the shape and the device matter."""
+        halves = self.context.halves
+        num_frames, rows, columns = hidden_states.shape[2] // halves, *(size // 2 for size in hidden_states.shape[3:])
         options = {"dtype": torch.float64, "device": hidden_states.device}
         start = self.context.start.to(**options)
-        frames = (start[:, None] + torch.arange(num_frames, **options)).repeat(1, 2)
-        shape = (len(start), 2 * num_frames, rows, columns)
+        frames = (start[:, None] + torch.arange(num_frames, **options)).repeat(1, halves)
+        shape = (len(start), halves * num_frames, rows, columns)
         parts = [
             self._angles(frames, self.dims[0])[:, :, None, None].expand(*shape, -1),
             self._angles(torch.arange(rows, **options), self.dims[1])[None, None, :, None].expand(*shape, -1),

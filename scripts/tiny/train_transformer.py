@@ -8,9 +8,9 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 from transformers import UMT5EncoderModel
 
-from .latents import encode_clips
+from .latents import EncodeSettings, encode_clips
 from .models import SHIFT, build_text_encoder, build_transformer, encode_text
-from .teacher_forcing import MAX_START, Partitions, TrainingContext, prepare_for_teacher_forcing
+from .teacher_forcing import MAX_START, PARTITIONS, Partitions, TrainingContext, prepare_for_teacher_forcing
 from .train_vae import load_trained_vae
 from .training import Budget, Trainer, load_state, save_state, write_json
 
@@ -19,6 +19,7 @@ from .training import Budget, Trainer, load_state, save_state, write_json
 MAX_CLEAN_NOISE = 0.1
 MAX_HEAVY_NOISE = 0.7
 HEAVY_SHARE = 0.15
+TOKENS_PER_FRAME = 16
 FIRST_CHUNK_WEIGHT = 3.0  # the first chunk alone has no history, and everything follows from it
 
 
@@ -54,9 +55,8 @@ def train_transformer(
     """Trains (or goes on training) `state/transformer.safetensors` and `state/text_encoder.safetensors`."""
     torch.manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
-    clips = encode_clips(
-        load_trained_vae(state, device), generator, settings.num_clips, settings.encode_seconds, settings.encode_batch
-    )
+    encoding = EncodeSettings(settings.num_clips, settings.encode_seconds, settings.encode_batch)
+    clips = encode_clips(load_trained_vae(state, device), generator, encoding)
     print(f"encoded {len(clips.latents)} clips in {budget.elapsed():.0f} s", flush=True)
     model = TextToLatents(build_transformer(), build_text_encoder()).to(device)
     resumed = load_state(model.transformer, state / "transformer.safetensors")
@@ -76,30 +76,39 @@ def train_transformer(
 class TeacherForcing:
     """The flow-matching loss of a batch, with random partitions, noise levels and start frames."""
 
-    def __init__(self, model: TextToLatents, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: TextToLatents,
+        device: torch.device,
+        shares: dict[tuple[int, ...], float] = PARTITIONS,
+        first_chunk_weight: float = FIRST_CHUNK_WEIGHT,
+    ) -> None:
         self.model = model
         self.context: TrainingContext = prepare_for_teacher_forcing(model.transformer)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.partitions = Partitions.build(device, tokens_per_frame=16, dtype=dtype)
+        self.partitions = Partitions.build(shares, device, tokens_per_frame=TOKENS_PER_FRAME, dtype=dtype)
+        self.first_chunk_weight = first_chunk_weight
 
     def __call__(self, latents: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Weighted squared error of the velocity `noise - latents` on noisy frames; latents: (B, 16, F, 8, 8)."""
         batch, device = len(latents), latents.device
         partition = (torch.rand(batch, 1, device=device) > self.partitions.cumulative[:-1]).sum(dim=1)
         self.context.bias = self.partitions.bias[partition]
+        self.context.halves = 2
         self.context.start = torch.randint(MAX_START, (batch,), device=device)
 
         chunks = self.partitions.chunks[partition]
-        sigma = _shifted(torch.rand(chunks.shape, device=device)).gather(1, chunks)
+        sigma = shifted(torch.rand(chunks.shape, device=device), SHIFT).gather(1, chunks)
         noise = torch.randn_like(latents)
         noisy = torch.lerp(latents, noise, sigma[:, None, :, None, None])
         stain = torch.rand(chunks.shape, device=device).gather(1, chunks) * self._clean_noise(batch, device)
         clean = torch.lerp(latents, torch.randn_like(latents), stain[:, None, :, None, None])
 
-        timestep = torch.cat([torch.zeros_like(sigma), 1000 * sigma], dim=1).repeat_interleave(16, dim=1)
+        timestep = torch.cat([torch.zeros_like(sigma), 1000 * sigma], dim=1)
+        timestep = timestep.repeat_interleave(TOKENS_PER_FRAME, dim=1)
         velocity = self.model(torch.cat([clean, noisy], dim=2), timestep, token_ids)[:, :, latents.shape[2] :]
         error = (velocity.float() - (noise - latents)).square().mean(dim=(1, 3, 4))
-        weight = 1 + (FIRST_CHUNK_WEIGHT - 1) * (chunks == 0)
+        weight = torch.where(chunks == 0, self.first_chunk_weight, 1.0)
         return (error * weight).sum() / weight.sum()
 
     def _clean_noise(self, batch: int, device: torch.device) -> torch.Tensor:
@@ -108,6 +117,6 @@ class TeacherForcing:
         return MAX_CLEAN_NOISE + (MAX_HEAVY_NOISE - MAX_CLEAN_NOISE) * heavy
 
 
-def _shifted(uniform: torch.Tensor) -> torch.Tensor:
-    """Noise levels of a schedule with shift `SHIFT`."""
-    return SHIFT * uniform / (1 + (SHIFT - 1) * uniform)
+def shifted(uniform: torch.Tensor, shift: float) -> torch.Tensor:
+    """Noise levels of a schedule with `shift`."""
+    return shift * uniform / (1 + (shift - 1) * uniform)

@@ -5,19 +5,23 @@ Its block table takes page sizes that are multiples of 256 only.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ...context import LaunchPlan, PagedLayerInputs
+from ..keys import staged_view
+from ..masked import attend_masked
 from ..registry import AttentionBackend, register_backend
 from .libraries import find_flash2, missing_cuda, one_split, output_of, why_not_loaded
-from .packing import attend_packed, paged_pools, staged_view
+from .packing import attend_packed, attend_with_lse, paged_pools
 
 INSTALL = "flash-attn is not installed: pip install flash-attn"
 TABLE_PAGE_MULTIPLE = 256
 
 
 def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float) -> torch.Tensor:
-    """One call for all rows: query (R, L, H, D) over each row's exact number of keys.
+    """Query (R, L, H, D) over each row's exact number of keys: one call for all rows, or one a segment of a mask.
 
     Raises:
         RuntimeError: flash-attn is not installed.
@@ -25,6 +29,9 @@ def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, soft
     library = find_flash2()
     if library is None:
         raise RuntimeError(INSTALL)
+    if plan.mask is not None:
+        kernel = partial(attend_with_lse, library.dense)
+        return attend_masked(kernel, query, inputs, plan, plan.mask, softmax_scale)
     view = staged_view(inputs, plan)
     if view is not None:
         splits = one_split(library.dense)
@@ -58,6 +65,8 @@ BACKEND = register_backend(
         device_types=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         head_dims=frozenset(range(8, 257, 8)),
+        masks=True,
+        lse=True,
         unavailable=unavailable,
     )
 )

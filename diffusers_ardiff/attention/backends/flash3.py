@@ -7,9 +7,13 @@ keys have no gaps, and the page table is used at page sizes only where V is load
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ...context import LaunchPlan, PagedLayerInputs
+from ..keys import staged_view
+from ..masked import attend_masked
 from ..registry import AttentionBackend, register_backend
 from .libraries import (
     FLASH3_HEAD_DIMS,
@@ -20,7 +24,7 @@ from .libraries import (
     output_of,
     why_not_loaded,
 )
-from .packing import attend_packed, paged_pools, staged_view
+from .packing import attend_packed, attend_with_lse, paged_pools
 
 INSTALL = "FlashAttention 3 is not installed: pip install fa3-fwd"
 MAX_TABLE_PAGE_SIZE = 63
@@ -28,7 +32,7 @@ MAX_TABLE_PAGE_SIZE = 63
 
 
 def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float) -> torch.Tensor:
-    """One call for all rows: query (R, L, H, D) over each row's exact number of keys.
+    """Query (R, L, H, D) over each row's exact number of keys: one call for all rows, or one a segment of a mask.
 
     Raises:
         RuntimeError: FlashAttention 3 is not installed.
@@ -36,6 +40,9 @@ def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, soft
     library = find_flash3()
     if library is None:
         raise RuntimeError(INSTALL)
+    if plan.mask is not None:
+        kernel = partial(attend_with_lse, library.dense)
+        return attend_masked(kernel, query, inputs, plan, plan.mask, softmax_scale)
     view = staged_view(inputs, plan)
     if view is not None:
         splits = one_split(library.dense)
@@ -73,6 +80,8 @@ def make_backend() -> AttentionBackend:
         device_types=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, *half}),
         head_dims=frozenset(range(8, largest + 1, 8)),
+        masks=True,
+        lse=True,
         unavailable=unavailable,
     )
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...context import LaunchPlan, PagedLayerInputs
-from ..keys import dense_view, stage_rows
-from .libraries import AttentionFn, output_of
+from ..keys import staged_view
+from ..merge import PartialResult
+from .libraries import AttentionFn, accepts, one_split, output_of
 
 
 class PackedKeys(NamedTuple):
@@ -28,15 +29,6 @@ class PackedKeys(NamedTuple):
     values: torch.Tensor
     cu_seqlens: torch.Tensor
     max_len: int
-
-
-def staged_view(inputs: PagedLayerInputs, plan: LaunchPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``dense_view`` (R, N, H, D), after staging fragmented rows where that yields one; None where nothing does."""
-    rows = plan.rows
-    if len({row.seq_len for row in rows}) != 1 or len({row.staging_row is None for row in rows}) != 1:
-        return None
-    stage_rows(inputs, plan)
-    return dense_view(inputs, plan)
 
 
 def pack_keys(inputs: PagedLayerInputs, plan: LaunchPlan) -> PackedKeys:
@@ -78,6 +70,26 @@ def attend_packed(
         **(options or {}),
     )
     return output_of(out).view_as(query)
+
+
+def attend_with_lse(
+    dense: AttentionFn,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+) -> PartialResult:
+    """A ``flash_attn_func`` (FlashAttention 2 and 3) as a ``PartialAttention``; their causal mask is bottom-right.
+
+    Some versions return the log-sum-exp only when asked by ``return_attn_probs``, the others always do.
+    """
+    options = {"return_attn_probs": True} if accepts(dense, "return_attn_probs") else {}
+    out, lse, *_ = dense(
+        query, keys, values, softmax_scale=softmax_scale, causal=causal, **one_split(dense), **options
+    )
+    return PartialResult(out, lse)
 
 
 def paged_pools(inputs: PagedLayerInputs, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,12 +10,15 @@ from ..registry import AttentionBackend, register_backend
 
 
 def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float) -> torch.Tensor:
-    """Attend row by row: query (R, L, H, D) over the first ``seq_len`` storage indices of its row."""
+    """Attend row by row: query (R, L, H, D) over what it sees of the first ``seq_len`` storage indices of its row."""
+    visible = None if plan.mask is None else plan.mask.dense(query.device)
     outputs = []
     for index, row in enumerate(plan.rows):
         slots = gather_slots(inputs.block_table[index : index + 1], plan.page_size, row.seq_len)[0]
         keys, values = inputs.key_pool[slots].float(), inputs.value_pool[slots].float()
         scores = torch.einsum("lhd,nhd->hln", query[index].float(), keys) * softmax_scale
+        if visible is not None:
+            scores = scores.masked_fill(~visible[index, :, : row.seq_len], float("-inf"))
         outputs.append(torch.einsum("hln,nhd->lhd", scores.softmax(dim=-1), values))
     return torch.stack(outputs).to(query.dtype)
 
@@ -28,5 +31,6 @@ BACKEND = register_backend(
         device_types=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
         on_hip=True,
+        masks=True,
     )
 )

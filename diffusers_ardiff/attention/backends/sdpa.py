@@ -23,10 +23,12 @@ _CUDA_ORDER = [
 
 
 def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float) -> torch.Tensor:
-    """One call for all rows: query (R, L, H, D) over each row's exact number of keys."""
+    """One call for all rows: query (R, L, H, D) over each row's exact number of keys, under the forward's mask."""
     stage_rows(inputs, plan)
     view = dense_view(inputs, plan)
     keys, values, mask = (*view, None) if view else padded_gather(inputs, plan)
+    if plan.mask is not None:
+        mask = plan.mask.dense(query.device)[:, None]
     with _kernel_order(query.is_cuda):
         out = scaled_dot_product_attention(
             query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=softmax_scale
@@ -51,5 +53,6 @@ BACKEND = register_backend(
         device_types=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
         on_hip=True,
+        masks=True,
     )
 )

@@ -12,13 +12,18 @@ from functools import cache
 import torch
 
 from ...context import LaunchPlan, PagedLayerInputs
+from ..masked import attend_masked
 from ..registry import AttentionBackend, register_backend
 
 
 def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float) -> torch.Tensor:
-    """One launch for all rows: query (R, L, H, D) over each row's exact number of keys, fragmented or not."""
+    """Query (R, L, H, D) over each row's exact number of keys: one launch for all rows, fragmented or not, or one a
+    segment of a mask."""
+    from ..kernels.key_views import attend_keys
     from ..kernels.paged_attention import attend_pages
 
+    if plan.mask is not None:
+        return attend_masked(attend_keys, query, inputs, plan, plan.mask, softmax_scale)
     return attend_pages(
         query,
         inputs,
@@ -50,6 +55,7 @@ BACKEND = register_backend(
         on_hip=True,
         page_multiple=16,
         head_dims=frozenset(range(1, 257)),
+        masks=True,
         lse=True,
         unavailable=unavailable,
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from ...context import LaunchPlan, PagedLayerInputs
+from ..keys import staged_view
 from ..registry import AttentionBackend, register_backend
 from .libraries import AttentionFn, accepts, find_torch_varlen, missing_cuda, one_split, output_of
-from .packing import pack_keys, paged_pools, query_offsets, staged_view
+from .packing import pack_keys, paged_pools, query_offsets
 
 TABLE_PAGE_MULTIPLE = 256
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...context import PagedLayerInputs
+from .steps import diagonal_tiles, load_rows, page_ids, softmax_step
 from .tiles import MERGE_ROWS, AttentionConfig, choose_config
 
 LOG2_E = 1.4426950408889634
@@ -28,50 +29,6 @@ class AttentionResult(NamedTuple):
 
     out: torch.Tensor
     lse: torch.Tensor | None
-
-
-@triton.jit
-def _page_ids(
-    table: tl.tensor, start: tl.tensor, length: tl.tensor, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-) -> tl.tensor:
-    """Page of each storage index ``start ..``, (BLOCK_N,); 0 from ``length`` on. ``table``: this row's page ids."""
-    index = start + tl.arange(0, BLOCK_N)
-    return tl.load(table + index // PAGE_SIZE, mask=index < length, other=0)
-
-
-@triton.jit
-def _load_rows(
-    pool: tl.tensor,
-    slots: tl.tensor,
-    valid: tl.tensor,
-    SLOT_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> tl.tensor:
-    """Rows (BLOCK_N, BLOCK_D) of one head; zeros beyond the head size, and where ``valid`` is false if MASKED."""
-    column = tl.arange(0, BLOCK_D)
-    pointers = pool + slots[:, None] * SLOT_STRIDE + column[None, :]
-    if MASKED:
-        tile = tl.load(pointers, mask=valid[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
-    elif HEAD_DIM == BLOCK_D:
-        tile = tl.load(pointers)
-    else:
-        tile = tl.load(pointers, mask=(column < HEAD_DIM)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
-def _softmax_step(
-    scores: tl.tensor, values: tl.tensor, acc: tl.tensor, total: tl.tensor, top: tl.tensor, scale_log2: tl.tensor
-) -> tuple:
-    """Fold one tile into the running output, sum and maximum; scores are raw, the exponent's base is 2."""
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-    weights = tl.math.exp2(scores * scale_log2 - new_top[:, None])
-    shrink = tl.math.exp2(top - new_top)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-    return acc, total, new_top
 
 
 @triton.jit(do_not_specialize=["table_width", "num_queries"])
@@ -93,6 +50,7 @@ def attend_kernel(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PARTIAL: tl.constexpr,
     WITH_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -106,6 +64,7 @@ def attend_kernel(
         out: (R, L, H, D), or PARTIAL: (S, R, L, H, D) float32.
         lse: (R, H, L) float32, or PARTIAL: (S, R, L, H) in base 2, or None.
         block_table: (R, table_width). seq_lens: (R,).
+        CAUSAL: bottom-right aligned, the last query sees the last key; needs CONTIGUOUS and a key for each query.
     """
     row = tl.program_id(2) // NUM_HEADS
     head = tl.program_id(2) % NUM_HEADS
@@ -127,40 +86,52 @@ def attend_kernel(
     offsets = ((row.to(tl.int64) * num_queries + token) * NUM_HEADS + head)[:, None] * HEAD_DIM + column[None, :]
     q = tl.load(query + offsets, mask=inside, other=0.0)
 
+    visible_ends = length - num_queries + token + 1
+    if CAUSAL:
+        seen_by_all = length - num_queries + tl.program_id(0) * BLOCK_M + 1
+        length = tl.minimum(length, seen_by_all + BLOCK_M - 1)
     split_len = tl.cdiv(tl.cdiv(length, BLOCK_N), tl.num_programs(1)) * BLOCK_N
     first = split * split_len
     last = tl.minimum(first + split_len, length)
-    whole = first + tl.maximum(last - first, 0) // BLOCK_N * BLOCK_N
+    unmasked = last
+    if CAUSAL:
+        unmasked = tl.minimum(last, seen_by_all)
+    whole = first + tl.maximum(unmasked - first, 0) // BLOCK_N * BLOCK_N
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    # Finite, since a causal tile may hide all of its keys from a query, and -inf less -inf is NaN.
+    top = tl.full([BLOCK_M], -1e38, dtype=tl.float32)
     ahead = tl.arange(0, BLOCK_N)
     if not CONTIGUOUS:
         # Loaded one tile ahead, so that the copies of K and V never wait for it.
-        pages = _page_ids(table, first, length, PAGE_SIZE, BLOCK_N)
+        pages = page_ids(table, first, length, PAGE_SIZE, BLOCK_N)
     for start in tl.range(first, whole, BLOCK_N):
         if key_tiles is None:
             slots = (start + ahead).to(tl.int64)
             if not CONTIGUOUS:
                 slots = pages.to(tl.int64) * PAGE_SIZE + (start + ahead) % PAGE_SIZE
-                pages = _page_ids(table, start + BLOCK_N, length, PAGE_SIZE, BLOCK_N)
-            k = _load_rows(keys, slots, slots, SLOT_STRIDE, HEAD_DIM, BLOCK_D, False)
-            v = _load_rows(values, slots, slots, SLOT_STRIDE, HEAD_DIM, BLOCK_D, False)
+                pages = page_ids(table, start + BLOCK_N, length, PAGE_SIZE, BLOCK_N)
+            k = load_rows(keys, slots, slots, SLOT_STRIDE, HEAD_DIM, BLOCK_D, False)
+            v = load_rows(values, slots, slots, SLOT_STRIDE, HEAD_DIM, BLOCK_D, False)
         else:
             k = key_tiles.load([base + start, head * HEAD_DIM])
             v = value_tiles.load([base + start, head * HEAD_DIM])
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        acc, total, top = _softmax_step(scores, v, acc, total, top, scale_log2)
-    if whole < last:
+        acc, total, top = softmax_step(scores, v, acc, total, top, scale_log2)
+    if CAUSAL:
+        acc, total, top = diagonal_tiles(
+            q, keys, values, acc, total, top, scale_log2, whole, last, visible_ends, SLOT_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_N
+        )  # fmt: skip
+    elif whole < last:
         slots = (whole + ahead).to(tl.int64)
         if not CONTIGUOUS:
             slots = pages.to(tl.int64) * PAGE_SIZE + (whole + ahead) % PAGE_SIZE
         valid = whole + ahead < last
-        k = _load_rows(keys, slots, valid, SLOT_STRIDE, HEAD_DIM, BLOCK_D, True)
-        v = _load_rows(values, slots, valid, SLOT_STRIDE, HEAD_DIM, BLOCK_D, True)
+        k = load_rows(keys, slots, valid, SLOT_STRIDE, HEAD_DIM, BLOCK_D, True)
+        v = load_rows(values, slots, valid, SLOT_STRIDE, HEAD_DIM, BLOCK_D, True)
         scores = tl.where(valid[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
-        acc, total, top = _softmax_step(scores, v, acc, total, top, scale_log2)
+        acc, total, top = softmax_step(scores, v, acc, total, top, scale_log2)
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     rows_before = split * (tl.num_programs(2) // NUM_HEADS) + row
@@ -231,6 +202,7 @@ def attend_pages(
     page_size: int,
     softmax_scale: float,
     contiguous: bool = False,
+    causal: bool = False,
     with_lse: bool = False,
     config: AttentionConfig | None = None,
 ) -> AttentionResult:
@@ -242,13 +214,17 @@ def attend_pages(
         page_size: slots a page.
         softmax_scale: positive.
         contiguous: every row's pages follow each other in the pool, so a row's first page id says it all.
+        causal: bottom-right aligned, so query i sees the keys before ``length - L + i + 1``; every row needs at least
+            L keys, and must be contiguous.
         with_lse: also return the log-sum-exp.
         config: tile sizes; None: chosen for the shapes and the device.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or the scale is not positive.
+        ValueError: shapes or dtypes do not fit, the scale is not positive, or causal rows are not contiguous.
     """
     _check(query, inputs, softmax_scale)
+    if causal and not contiguous:
+        raise ValueError("causal attention reads contiguous rows only: pass contiguous=True, or a copy of the keys.")
     rows, num_queries, heads, head_dim = query.shape
     if config is None:
         num_keys = inputs.block_table.shape[1] * page_size
@@ -283,6 +259,7 @@ def attend_pages(
             softmax_scale * LOG2_E,
             PAGE_SIZE=page_size,
             CONTIGUOUS=contiguous,
+            CAUSAL=causal,
             PARTIAL=splits > 1,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from .segments import QueryRange, Segment, Span, build_segments, check_keys, check_spans
+from ...masks.segments import QueryRange, Segment, Span, build_segments, check_keys, check_spans
 
 
 class AttnFunc(Protocol):

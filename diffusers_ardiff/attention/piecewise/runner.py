@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .plan import PagedPiecewisePlan, PagedPiecewiseSegment
+from ...masks.plan import PagedPiecewisePlan, PagedPiecewiseSegment
 
 
 class PagedPiecewiseRunner(Protocol):

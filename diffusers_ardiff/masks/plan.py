@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...validation import check_int
+from ..validation import check_int
 from .segments import Segment, SegmentMode, Span, build_segments, check_spans
 
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ...validation import check_int
+from ..validation import check_int
 
 Span = tuple[int, int]
 SegmentMode = Literal["causal", "full"]

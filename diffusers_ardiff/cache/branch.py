@@ -1,0 +1,218 @@
+"""A branch: one K/V namespace of a session. Its pages, its history, its text.
+
+H, O and E belong to a branch. A branch is open for at most one forward at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..transfer import download, upload
+from .allocator import PageRun
+from .ledger import PageHold, PageLedger
+from .ring import ForwardSpan
+from .storage import KVStorage, StagingKey
+
+if TYPE_CHECKING:
+    from .text import TextKV
+
+
+class Branch:
+    """One K/V namespace: ring state, pages, text K/V.
+
+    ``history`` counts every event after which previously gathered keys may be wrong (commit, recache, reset, flush,
+    failure, restore); it never goes back.
+    """
+
+    def __init__(self, name: str, hold: PageHold, storage: KVStorage, ledger: PageLedger) -> None:
+        self.name = name
+        self.ring = hold.ring
+        self.session_id = -1
+        self.text: TextKV | None = None
+        self.history = 0
+        self.closed = False
+        self._hold: PageHold | None = hold
+        self._host: list[torch.Tensor] = []
+        self._storage = storage
+        self._ledger = ledger
+        self._open_span: ForwardSpan | None = None
+
+    @property
+    def storage(self) -> KVStorage:
+        """The pools that hold this branch's pages."""
+        return self._storage
+
+    @property
+    def hold(self) -> PageHold:
+        """The branch's pages: owned, borrowed, staging row.
+
+        Raises:
+            RuntimeError: the session is offloaded, so there are none.
+        """
+        if self._hold is None:
+            raise RuntimeError(self._offloaded_message("a look at the pages"))
+        return self._hold
+
+    @property
+    def run(self) -> PageRun:
+        """Pages that hold the branch's tokens now; another branch's as long as this one borrows."""
+        return self.hold.run
+
+    @property
+    def staging_row(self) -> int | None:
+        """Row of the staging pools, where the branch's own run is fragmented and the pool has staging."""
+        return self.hold.staging_row
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the tokens are in host memory."""
+        return self._hold is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the branch has pages and no forward is open on it."""
+        return not self.closed and self._hold is not None and self._open_span is None
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of offloaded keys and values."""
+        return sum(tensor.nbytes for tensor in self._host)
+
+    @property
+    def staging_key(self) -> StagingKey:
+        """Names the history that a gathered window belongs to."""
+        return (self.session_id, self.name, self.history)
+
+    @property
+    def committed_tokens(self) -> int:
+        """H: absolute position of the next token; grows for ever, whatever the window keeps."""
+        return self.ring.committed_end
+
+    def prepare_write(self) -> None:
+        """Copy what the next write would spoil: to this branch's own run if it borrows, else to its borrowers'.
+
+        Calling it again copies nothing. A copy that fails leaves every branch as it was.
+        """
+        hold = self.hold
+        for other in self._ledger.copies_before_write(hold):
+            self._storage.copy(other.run, other.own, other.num_written)
+            self._ledger.stop_borrowing(other)
+        self._ledger.touch([hold])
+
+    def open_forward(self, span: ForwardSpan) -> None:
+        """Claim the branch for one forward that is about to write.
+
+        Raises:
+            RuntimeError: closed, offloaded, or another forward context is open on it.
+        """
+        self.check_idle("a forward")
+        self.prepare_write()
+        self.ring.begin(span)
+        self._open_span = span
+
+    def close_forward(self, *, succeeded: bool) -> None:
+        """End the open forward; a failed one leaves nothing to commit."""
+        span, self._open_span = self._open_span, None
+        if span is None:
+            raise RuntimeError(f"branch {self.name!r} has no open forward to close.")
+        self.ring.finish(span, succeeded=succeeded)
+        if span.is_recache or not succeeded:
+            self.history += 1
+
+    def check_commit(self, span: ForwardSpan | None = None) -> None:
+        """Raise RuntimeError if ``commit`` would: closed, stale, a forward is open, or another one ran after ``span``."""
+        self.check_idle("a commit")
+        self.ring.check_commit(span)
+
+    def commit(self, span: ForwardSpan | None = None) -> int:
+        """Advance past the last successful forward (``span``, if given); returns the tokens committed.
+
+        0 means that nothing was pending. Raises RuntimeError as ``check_commit``.
+        """
+        self.check_commit(span)
+        advanced = self.ring.commit(span)
+        self.history += advanced > 0
+        return advanced
+
+    def check_flush(self, keep_tokens: int) -> None:
+        """Raise if ``flush`` would: closed, a forward is open, stale (RuntimeError), or a negative count (ValueError)."""
+        self.check_idle("a flush")
+        self.ring.check_flush(keep_tokens)
+
+    def flush(self, keep_tokens: int) -> None:
+        """Keep the sink and the last ``keep_tokens`` tokens; 0 is a reset at a boundary. Position H stays."""
+        self.check_flush(keep_tokens)
+        if keep_tokens > 0:
+            self.prepare_write()
+        move = self.ring.flush(keep_tokens)
+        self._storage.move(self.run, move)
+        self.history += 1
+
+    def reset(self) -> None:
+        """Forget all video tokens: position 0, empty history. Pages and text stay."""
+        self.check_idle("a reset")
+        self.ring.reset()
+        self._ledger.stop_borrowing(self.hold)
+        self.history += 1
+
+    def check_fork(self, action: str = "a fork") -> None:
+        """Raise RuntimeError where the history can't be handed on: closed, offloaded, a forward is open, or stale."""
+        self.check_idle(action)
+        if self.ring.stale:
+            raise RuntimeError(self.ring.stale_message(action))
+
+    def restore(self, source: Branch) -> None:
+        """Take over history, position and text of a branch of the same pool; what was uncommitted is gone.
+
+        One copy, or none where both still read the same pages. If the copy fails, the branch is left empty.
+        """
+        mine, theirs = self.hold, source.hold
+        if mine.run != theirs.run:
+            if mine.borrowed is None:
+                self.prepare_write()
+            self.ring.reset()
+            self._storage.copy(theirs.run, mine.own, theirs.num_written)
+            self._ledger.stop_borrowing(mine)
+        self.ring.take(source.ring)
+        self.text = source.text
+        self.history += 1
+
+    def read_back(self) -> tuple[list[torch.Tensor], TextKV | None]:
+        """Copies of the written K/V and of the text K/V in host memory."""
+        text = None if self.text is None else self.text.apply(download)
+        return self._storage.read(self.run, self.hold.num_written), text
+
+    def leave_pages(self, host: list[torch.Tensor], text: TextKV | None) -> None:
+        """Keep what ``read_back`` returned in place of the pages, which the caller releases."""
+        self._host, self.text, self._hold = host, text, None
+
+    def put_back(self, hold: PageHold) -> TextKV | None:
+        """Copy the offloaded K/V into pages that the caller reserved; returns the text K/V on the pool's device."""
+        device = self._storage.device
+        self._storage.write(hold.own, self._host)
+        return None if self.text is None else self.text.apply(lambda tensor: upload(tensor, device))
+
+    def enter_pages(self, hold: PageHold, text: TextKV | None) -> None:
+        """Use pages and text that ``put_back`` filled."""
+        self._host, self.text, self._hold = [], text, hold
+
+    def close(self) -> None:
+        """Let go of text and offloaded bytes; every later use is refused. The caller releases the pages."""
+        self.closed, self.text, self._host = True, None, []
+
+    def check_idle(self, action: str) -> None:
+        """Raise RuntimeError if the branch is closed or offloaded, or a forward is open on it."""
+        if self.closed:
+            raise RuntimeError(f"{action} on branch {self.name!r} of a closed session. Open a new session.")
+        if self._hold is None:
+            raise RuntimeError(self._offloaded_message(action))
+        if self._open_span is not None:
+            raise RuntimeError(
+                f"{action} on branch {self.name!r} while a forward context is open on it. Finish that one first: a "
+                "branch takes one forward at a time."
+            )
+
+    def _offloaded_message(self, action: str) -> str:
+        return f"{action} on branch {self.name!r} of an offloaded session. Call onload() on the session first."

@@ -1,0 +1,81 @@
+"""What the inside of the opaque op needs to know of one forward, found by a handle that travels as a tensor."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from .cache.branch import Branch
+from .cache.storage import StagingKey, StagingPools
+from .masks import PagedMask
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """Where the keys of one row lie, as host integers, so that no kernel launch has to read a device tensor.
+
+    ``base_slot`` is the first pool row of a contiguous run, None where the run is fragmented.
+    """
+
+    seq_len: int
+    base_slot: int | None
+    staging_row: int | None = None
+    staging_key: StagingKey | None = None
+    written_ranges: tuple[range, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LaunchPlan:
+    """Host-side facts of one forward, for the inside of the opaque op.
+
+    They say how to compute it, and ``mask`` says what is visible: None is everything. ``branches`` own the pages. The op
+    adds each layer whose rows it has written to ``written_layers``: the one record in it that changes.
+    """
+
+    page_size: int
+    rows: tuple[RowLayout, ...]
+    staging: StagingPools | None = None
+    backend: str | None = None
+    mask: PagedMask | None = None
+    branches: tuple[Branch, ...] = ()
+    written_layers: set[int] = field(default_factory=set)
+
+
+_plans: weakref.WeakValueDictionary[int, LaunchPlan] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def register_launch_plan(plan: LaunchPlan) -> torch.Tensor:
+    """Give a plan a handle; returns the ``launch`` tensor. The plan lives as long as somebody holds it."""
+    handle = next(_handles)
+    _plans[handle] = plan
+    return torch.tensor([plan.page_size, handle], dtype=torch.int64)
+
+
+def replace_launch_plan(launch: torch.Tensor, plan: LaunchPlan) -> None:
+    """Put another plan behind the handle of a ``launch`` tensor; layer inputs that hold it follow the new one."""
+    _plans[int(launch[1])] = plan
+
+
+def drop_launch_plan(launch: torch.Tensor) -> None:
+    """Forget the plan behind a ``launch`` tensor, whoever still holds it."""
+    _plans.pop(int(launch[1]), None)
+
+
+def find_launch_plan(handle: int) -> LaunchPlan | None:
+    """The plan behind a handle; None for handle 0.
+
+    Raises:
+        RuntimeError: the forward that the handle belongs to is over, or its session was closed.
+    """
+    if handle == 0:
+        return None
+    plan = _plans.get(handle)
+    if plan is None or any(branch.closed for branch in plan.branches):
+        raise RuntimeError(
+            "these layer inputs belong to a forward context or a session that no longer exists. Prepare a new one."
+        )
+    return plan

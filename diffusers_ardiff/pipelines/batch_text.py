@@ -1,0 +1,54 @@
+"""Text K/V of all rows of a forward. The branches own their rows; the rows joined are kept here, and only that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..cache import Branch, TextKV, TextLayerKV
+
+
+class BatchText:
+    """Joins the text of one branch of each session; again only where a session's text was replaced."""
+
+    def __init__(self) -> None:
+        self._joined: dict[str, tuple[list[TextKV], TextKV]] = {}
+
+    def set(self, branches: Sequence[Branch], text: TextKV) -> None:
+        """Give each branch its row of ``text``, as views."""
+        rows = [text.row(index) for index in range(len(branches))]
+        for branch, row in zip(branches, rows, strict=True):
+            branch.text = row
+        self._joined[branches[0].name] = (rows, text)
+
+    def get(self, branches: Sequence[Branch]) -> TextKV | None:
+        """The text of all branches, a row each; None where one has none."""
+        rows = [branch.text for branch in branches if branch.text is not None]
+        if len(rows) < len(branches):
+            return None
+        name = branches[0].name
+        known, _ = self._joined.get(name, ([], None))
+        if len(known) != len(rows) or any(have is not row for have, row in zip(known, rows, strict=True)):
+            self.set(branches, _join(rows))
+        return self._joined[name][1]
+
+    def copy(self) -> BatchText:
+        """For a fork, whose branches hold the same rows."""
+        copied = BatchText()
+        copied._joined.update(self._joined)
+        return copied
+
+    def clear(self) -> None:
+        """Let go of the joined rows; the branches keep theirs."""
+        self._joined.clear()
+
+
+def _join(rows: Sequence[TextKV]) -> TextKV:
+    if len(rows) == 1:
+        return rows[0]
+    layers = []
+    for parts in zip(*(row.layers for row in rows), strict=True):
+        tensors = ([t for t in column if t is not None] for column in zip(*parts, strict=True))
+        layers.append(TextLayerKV._make(torch.cat(column) if column else None for column in tensors))
+    return TextKV(tuple(layers))

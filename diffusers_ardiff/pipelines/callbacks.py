@@ -1,0 +1,40 @@
+"""``callback_on_step_end``: what it is given, and what it changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .prompts import PromptState
+from .rollout import NEGATIVE, POSITIVE
+from .settings import StreamSettings
+
+if TYPE_CHECKING:
+    from .ar_pipeline import ARDiffusionPipeline
+
+_BRANCHES = {"prompt_embeds": POSITIVE, "negative_prompt_embeds": NEGATIVE}
+
+
+def run_callback(
+    pipeline: ARDiffusionPipeline,
+    settings: StreamSettings,
+    prompt: PromptState,
+    step: int,
+    timestep: float,
+    latents: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Call it after a step; the latents to go on with, and embeddings by branch name where they changed.
+
+    Tensors may be returned, or edited in place and not returned, as in diffusers.
+    """
+    if settings.callback is None:
+        return latents, {}
+    known = {"latents": latents, **{name: prompt.embeds.get(branch) for name, branch in _BRANCHES.items()}}
+    passed = {name: known[name] for name in settings.callback_tensors}
+    # The callback may take tensors out of its dictionary.
+    after: Mapping[str, Any] = passed | (settings.callback(pipeline, step, timestep, dict(passed)) or {})
+    embeds = {branch: after[name] for name, branch in _BRANCHES.items() if after.get(name) is not None}
+    changed = {branch: value for branch, value in embeds.items() if not prompt.is_current(branch, value)}
+    return after.get("latents", latents), changed

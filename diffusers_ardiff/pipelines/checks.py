@@ -1,0 +1,77 @@
+"""Checks of a call against the models of the pipeline, before anything is encoded or allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .inputs import CallArguments
+
+if TYPE_CHECKING:
+    from .ar_pipeline import ARDiffusionPipeline
+
+
+def check_components(pipeline: ARDiffusionPipeline, arguments: CallArguments, *, guided: bool) -> None:
+    """Raise ValueError where the call needs a component that the pipeline was made without."""
+    a = arguments
+    has_text = a.prompt is not None or (guided and a.negative_prompt_embeds is None)
+    has_text = has_text or any(switch.prompt is not None for switch in a.prompt_schedule)
+    needed = {
+        "transformer": True,
+        "tokenizer": has_text,
+        "text_encoder": has_text,
+        "vae": a.output_type != "latent" or a.image is not None or a.video is not None,
+    }
+    missing = [name for name, is_needed in needed.items() if is_needed and getattr(pipeline, name) is None]
+    if missing:
+        raise ValueError(
+            f"this call needs {missing}, which the pipeline was made without. Without a text encoder give "
+            "`prompt_embeds` (and `negative_prompt_embeds`, and those of each prompt switch); without a VAE take "
+            "output_type='latent' and give `context_latents`."
+        )
+
+
+def check_models(pipeline: ARDiffusionPipeline) -> None:
+    """Raise ValueError for a transformer that can't be sampled chunk by chunk, or that does not go with the VAE."""
+    config = pipeline.transformer.config
+    in_channels, out_channels, patch = config["in_channels"], config["out_channels"], config["patch_size"]
+    if in_channels != out_channels:
+        raise ValueError(
+            f"a transformer with {in_channels} input and {out_channels} output channels (an image-to-video model) is "
+            "not supported. Take a text-to-video model; it continues an image given as `image`."
+        )
+    if patch[0] != 1:
+        raise ValueError(
+            f"a transformer whose patches span {patch[0]} latent frames is not supported; the patch must be 1 frame."
+        )
+    z_dim = in_channels if pipeline.vae is None else pipeline.vae.config["z_dim"]
+    if z_dim != in_channels:
+        raise ValueError(
+            f"the transformer has {in_channels} latent channels and the VAE {z_dim}; they are not of one model."
+        )
+
+
+def check_embeds(arguments: CallArguments, text_dim: int) -> None:
+    """Raise ValueError for prompt embeddings, those of prompt switches included, of another width than the model's."""
+    given = {
+        "prompt_embeds": arguments.prompt_embeds,
+        "negative_prompt_embeds": arguments.negative_prompt_embeds,
+        **{
+            f"prompt_embeds of the prompt switch at latent frame {switch.latent_frame}": switch.prompt_embeds
+            for switch in arguments.prompt_schedule
+        },
+    }
+    for name, embeds in given.items():
+        if embeds is not None and embeds.shape[-1] != text_dim:
+            raise ValueError(
+                f"`{name}` must be (prompts, text_len, {text_dim}) for this transformer, got {tuple(embeds.shape)}."
+            )
+
+
+def check_given_latents(latents: torch.Tensor | None, num_videos: int, expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless given latents are (1 or videos, *expected)."""
+    if latents is not None and (tuple(latents.shape[1:]) != expected or num_videos % latents.shape[0]):
+        raise ValueError(
+            f"given latents must be (1 or {num_videos}, {', '.join(map(str, expected))}), got {tuple(latents.shape)}."
+        )

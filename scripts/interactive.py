@@ -1,0 +1,63 @@
+#!/usr/bin/env python
+"""Generate a video without end and change it while it runs; every line typed is the prompt from the next chunk on.
+
+python scripts/interactive.py "a red circle moving right" --output out/live.mp4
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from diffusers_ardiff import MemoryLimitError
+from diffusers_ardiff.generation import load_pipeline
+from diffusers_ardiff.interactive import HELP, InteractiveRequest, run_interactive
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Command line of this script."""
+    parser = argparse.ArgumentParser(description=f"Generate a video without end. Type, while it runs: {HELP}")
+    parser.add_argument("prompt", metavar="PROMPT", help="of the first chunk")
+    parser.add_argument("--output", type=Path, default=Path("live.mp4"), help=".mp4 file, or a folder for PNG files")
+    parser.add_argument("--max-frames", type=int, help="pixel frames to stop after (default: at :quit)")
+    parser.add_argument("--height", type=int, help="pixels (default: the recipe's)")
+    parser.add_argument("--width", type=int, help="pixels (default: the recipe's)")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--preview", action="store_true", help="draw each chunk's last frame in the terminal")
+    parser.add_argument("--model", default="tiny", help="built-in model, diffusers folder or hub id")
+    parser.add_argument("--recipe", help="name or .json file (default: the model's)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 2 for bad input."""
+    args = parse_arguments(argv)
+    try:
+        request = InteractiveRequest(
+            prompt=args.prompt,
+            output=args.output,
+            max_frames=args.max_frames,
+            height=args.height,
+            width=args.width,
+            seed=args.seed,
+            preview=args.preview,
+        )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        pipeline = load_pipeline(args.model, device, recipe=args.recipe)
+        # A file of its own: the interpreter may abort where it closes sys.stdin at exit while a thread still reads it.
+        lines = os.fdopen(os.dup(sys.stdin.fileno()), encoding=sys.stdin.encoding)
+        run_interactive(pipeline, request, lines, lambda text: print(text, flush=True))
+    except (ValueError, TypeError, OSError, MemoryLimitError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(request.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
