@@ -21,6 +21,7 @@ from tiny_components import (
 
 from diffusers_ardiff import ARDiffusionPipeline, CacheOptions, MemoryLimitError
 from diffusers_ardiff.attention import get_backend, registry
+from diffusers_ardiff.cache import KVShape, RingGeometry, plan_memory
 from diffusers_ardiff.pipelines import ARStream
 
 
@@ -185,3 +186,13 @@ class TestCacheOptions:
         assert manager.storage.dtype == torch.bfloat16 and pipe.transformer.dtype == torch.float32
         half = latents_of(pipe, cache=CacheOptions(kv_dtype=torch.bfloat16), generator=seed(0))
         assert 0 < (half - latents_of(pipe)).abs().max() < 0.1
+
+
+def test_plan_reads_as_a_sentence() -> None:
+    """18 frames of 1560 tokens at 40 layers of 40 x 128 in two bytes: 23.0 GB, as a person reads it."""
+    shape = KVShape(num_layers=40, num_heads=40, head_dim=128, itemsize=2)
+    geometry = RingGeometry(sink_tokens=9 * 1560, window_tokens=9 * 1560, page_size=16)
+    text = str(plan_memory(geometry, shape, num_sessions=2))
+    assert text.startswith(
+        "42.847 GiB for 2 session(s) of 1 branch(es); one session: K/V pages 21.423 GiB (1755 pages"
+    )

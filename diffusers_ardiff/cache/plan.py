@@ -69,6 +69,20 @@ class MemoryPlan:
         """All sessions together."""
         return self.num_sessions * self.bytes_per_session
 
+    def __str__(self) -> str:
+        parts = {
+            "K/V pages": self.pool_bytes,
+            "text K/V": self.text_bytes,
+            "VAE state": self.vae_state_bytes,
+            "clean latents": self.latent_bytes,
+            "staging": self.staging_bytes,
+        }
+        listed = ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in parts.items() if size)
+        return (
+            f"{self.total_bytes / 2**30:.3f} GiB for {self.num_sessions} session(s) of {self.num_branches} branch(es); "
+            f"one session: {listed} ({self.pages_per_branch} pages a branch). Weights and activations come on top."
+        )
+
     def check_limit(self, limit_bytes: int | None) -> None:
         """Refuse a plan that is larger than ``limit_bytes`` (None: no limit).
 
