@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..attention import AttentionRequest, get_backend, select_backend
+from ..attention import get_backend
 from ..cache import KVShape, TextKV
 from ..context import PagedForwardContext
 from ..rope import Rotary
@@ -98,10 +98,6 @@ class PagedAttachment:
             head_dim=attn1.norm_k.weight.shape[0] // attn1.heads,
             patch_size=(patch[0], patch[1], patch[2]),
         )
-
-    def check_backend(self, request: AttentionRequest) -> str:
-        """Name of the backend that will serve such calls; ValueError says why where none can."""
-        return select_backend(request, self.backend).name
 
     def attach(self) -> PagedAttachment:
         """Put the processors and the rope module into the transformer until ``detach``; a ``with`` leaves them in.
