@@ -4,7 +4,6 @@
     python scripts/train_tiny.py --stage vae --minutes 5 --state runs/tiny --device cuda --seed 2 --clip 3 121
     python scripts/train_tiny.py --stage transformer --minutes 8 --state runs/tiny --device cuda --seed 1
     python scripts/train_tiny.py --stage transformer --minutes 5 --state runs/tiny --device cuda --seed 2
-    python scripts/train_tiny.py --stage first-chunk --minutes 6 --state runs/tiny --device cuda --seed 3
     python scripts/train_tiny.py --export diffusers_ardiff/builtin/tiny --state runs/tiny
 
 A piece goes on from the averaged weights in `--state` with a fresh optimiser; give every piece its own seed. `--steps`
@@ -18,44 +17,20 @@ from pathlib import Path
 
 import torch
 from tiny.export import export_components
-from tiny.train_first_chunk import FirstChunkSettings, train_first_chunk
 from tiny.train_transformer import TransformerSettings, train_transformer
 from tiny.train_vae import VaeSettings, train_vae
 from tiny.training import Budget
 
 DEBUG_VAE = VaeSettings(num_clips=2, num_frames=9, num_scenes=64, num_test_clips=4)
-DEBUG_TRANSFORMER = TransformerSettings(batch=2, num_clips=16, encode_batch=1, encode_seconds=5, compile=False)
-# Small batches, for a CPU: a step takes about two seconds on one core.
-CPU_FIRST_CHUNK = FirstChunkSettings(
-    chunks=16,
-    clips=2,
-    prompts=8,
-    clip_frames=6,
-    num_chunks=2048,
-    num_clips=256,
-    encode_batch=16,
-    encode_seconds=180,
-    reader_clips=1024,
-    reader_steps=400,
-    compile=False,
-)
-DEBUG_FIRST_CHUNK = dataclasses.replace(
-    CPU_FIRST_CHUNK,
-    chunks=4,
-    prompts=2,
-    num_chunks=16,
-    num_clips=16,
-    encode_batch=1,
-    encode_seconds=5,
-    reader_clips=16,
-    reader_steps=20,
+DEBUG_TRANSFORMER = TransformerSettings(
+    batch=2, chunks=4, num_clips=16, encode_batch=1, encode_seconds=5, compile=False
 )
 
 
 def parse_args() -> argparse.Namespace:
     """Command line of the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=["vae", "transformer", "first-chunk"], help="what to train")
+    parser.add_argument("--stage", choices=["vae", "transformer"], help="what to train")
     parser.add_argument("--state", type=Path, required=True, help="folder of the weights between pieces")
     parser.add_argument("--minutes", type=float, default=8.0, help="wall time of the piece")
     parser.add_argument("--steps", type=int, help="optimiser steps, instead of --minutes")
@@ -83,10 +58,6 @@ def main() -> None:
     elif args.stage == "transformer":
         settings = dataclasses.replace(DEBUG_TRANSFORMER if args.debug else TransformerSettings(), **overrides)
         train_transformer(args.state, budget, device, args.seed, settings)
-    elif args.stage == "first-chunk":
-        full = FirstChunkSettings() if device.type == "cuda" else CPU_FIRST_CHUNK
-        settings = dataclasses.replace(DEBUG_FIRST_CHUNK if args.debug else full, **overrides)
-        train_first_chunk(args.state, budget, device, args.seed, settings)
     if args.export is not None:
         export_components(args.state, args.export)
 

@@ -64,7 +64,7 @@ def noun_phrase(color: str, kind: str, direction: str | None, rng: random.Random
 def caption_scenes(
     scenes: Scenes, rng: random.Random, empty_share: float = 0.05, vague_share: float = 0.0
 ) -> list[str]:
-    """One caption a scene: shapes in any order, each with or without the direction it has in the first frame.
+    """One caption a scene: its shapes from left to right, each with or without the direction it has in the first frame.
 
     A share of `empty_share` is empty, so that the model also knows what "no prompt" means. A share of `vague_share` of
     the phrases says "shape" in place of the kind, so that colour words get to work without a kind they are known with.
@@ -73,7 +73,6 @@ def caption_scenes(
     captions = []
     for row, motion in enumerate(scenes.velocity.tolist()):
         slots = [slot for slot, here in enumerate(present[row]) if here]
-        rng.shuffle(slots)
         phrases = [
             noun_phrase(
                 COLORS[colors[row][slot]],

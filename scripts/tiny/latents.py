@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,57 +9,88 @@ from diffusers import AutoencoderKLWan
 
 from .captions import build_tokenizer, caption_scenes
 from .models import encode_video, latent_stats
-from .shapes import NUMBERS, Scenes, render, sample_scenes, simulate
+from .shapes import Scenes, recolor_one, render, sample_scenes, simulate
+
+VAGUE_SHARE = 0.15  # "a red shape": colours then work with kinds they were never shown with
+RECOLORED = 4
 
 
 @dataclass(frozen=True)
 class LatentClips:
-    """Normalised latents (N, 16, F, 8, 8) in float16 and token ids (N, captions, 24) of N clips."""
+    """Normalised latents (M, 16, F, 8, 8) in float16 and token ids (N, captions, 24) of N clips, M >= N.
+
+    histories: (N,) rows of `latents`: the clip itself, or the same clip with one shape of another colour.
+    """
 
     latents: torch.Tensor
     token_ids: torch.Tensor
+    histories: torch.Tensor
 
-    def draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random clips, each with one of its captions: float32 latents (count, ...) and token ids (count, 24)."""
+    def draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random clips: float32 latents (count, 16, F, 8, 8), their histories alike, and the ids of one caption each."""
+        clip, ids = self._pick(count, generator)
+        return self.latents[clip].float(), self.latents[self.histories[clip]].float(), ids
+
+    def draw_openings(
+        self, count: int, num_frames: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `num_frames` latent frames of random clips, and the ids of one caption each."""
+        clip, ids = self._pick(count, generator)
+        return self.latents[clip, :, :num_frames].float(), ids
+
+    def _pick(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random rows and captions: (count,) and (count, 24)."""
         device = self.latents.device
-        clip = torch.randint(len(self.latents), (count,), generator=generator, device=device)
+        clip = torch.randint(len(self.token_ids), (count,), generator=generator, device=device)
         caption = torch.randint(self.token_ids.shape[1], (count,), generator=generator, device=device)
-        return self.latents[clip].float(), self.token_ids[clip, caption]
+        return clip, self.token_ids[clip, caption]
 
 
 @dataclass(frozen=True)
 class EncodeSettings:
     """How clips are made: up to `num_clips` within `max_seconds`, of F `latent_frames` (4 F - 3 pixel frames) each.
 
-    captions: captions a clip; numbers: weights of one, two and three shapes; batch: clips encoded together.
+    captions: captions a clip; batch: clips encoded together.
     """
 
     num_clips: int
     max_seconds: float
     batch: int
     latent_frames: int = 21
-    captions: int = 4
-    numbers: Sequence[float] = NUMBERS
+    captions: int = 8
 
 
 @torch.no_grad()
 def encode_clips(vae: AutoencoderKLWan, generator: torch.Generator, settings: EncodeSettings) -> LatentClips:
-    """Renders, captions and encodes clips."""
-    mean, std = latent_stats(vae)
+    """Renders, captions and encodes clips; one in `RECOLORED` also with one shape of another colour."""
     rng = random.Random(generator.initial_seed())
-    latents, ids, start = [], [], time.monotonic()
+    device, start = generator.device, time.monotonic()
+    latents, ids, twins = [], [], []
     for _ in range(0, settings.num_clips, 16 * settings.batch):
-        scenes = sample_scenes(16 * settings.batch, generator, numbers=settings.numbers)
+        scenes = sample_scenes(16 * settings.batch, generator)
         track = simulate(scenes, 4 * settings.latent_frames - 3)
-        ids.append(caption_ids(scenes, rng, settings.captions))
-        for part in torch.arange(16 * settings.batch, device=track.device).split(settings.batch):
-            video = render(scenes.select(part), track[part])
-            with torch.autocast(track.device.type, torch.bfloat16, enabled=track.is_cuda):
-                encoded = encode_video(vae, video).mode()
-            latents.append(((encoded.float() - mean) / std).half())
+        ids.append(caption_ids(scenes, rng, settings.captions, vague_share=VAGUE_SHARE))
+        latents.append(_encode(vae, scenes, track, settings.batch))
+        part = torch.arange(0, 16 * settings.batch, RECOLORED, device=device)
+        twins.append(_encode(vae, recolor_one(scenes.select(part), generator), track[part], settings.batch))
         if time.monotonic() - start > settings.max_seconds:
             break
-    return LatentClips(torch.cat(latents), torch.cat(ids))
+    token_ids, twin = torch.cat(ids), torch.cat(twins)
+    histories = torch.arange(len(token_ids), device=device)
+    histories[::RECOLORED] = len(token_ids) + torch.arange(len(twin), device=device)
+    return LatentClips(torch.cat([*latents, twin]), token_ids, histories)
+
+
+def _encode(vae: AutoencoderKLWan, scenes: Scenes, track: torch.Tensor, batch: int) -> torch.Tensor:
+    """Normalised latents in float16 of the rendered scenes, `batch` at a time."""
+    mean, std = latent_stats(vae)
+    latents = []
+    for part in torch.arange(len(track), device=track.device).split(batch):
+        video = render(scenes.select(part), track[part])
+        with torch.autocast(track.device.type, torch.bfloat16, enabled=track.is_cuda):
+            encoded = encode_video(vae, video).mode()
+        latents.append(((encoded.float() - mean) / std).half())
+    return torch.cat(latents)
 
 
 def caption_ids(scenes: Scenes, rng: random.Random, captions: int, **shares: float) -> torch.Tensor:

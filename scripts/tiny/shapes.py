@@ -1,12 +1,13 @@
 """Scenes of one to three coloured shapes, rendered in batches on any device.
 
 Shapes move at constant speed, bounce off the walls and off each other (each reflects about the contact normal and
-keeps its own speed), so they hardly overlap and every colour stays visible. Lengths are pixels, times are frames,
-colours are RGB in [-1, 1]. `x` grows to the right, `y` grows downwards.
+keeps its own speed), so they hardly overlap and every colour stays visible. A scene opens with its shapes side by side
+in the order of its caption, so that a first chunk, which has no history to follow, has less to choose from. Lengths
+are pixels, times are frames, colours are RGB in [-1, 1]. `x` grows to the right, `y` grows downwards.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -28,6 +29,7 @@ KINDS: tuple[str, ...] = ("circle", "square", "triangle")
 # Never rendered for training; the scorer asks for them. Every colour and every kind is still seen otherwise.
 HELD_OUT: frozenset[tuple[str, str]] = frozenset({("red", "triangle"), ("blue", "circle"), ("yellow", "square")})
 
+OPENING_JITTER = 10  # pixels; see `_openings`
 NUMBERS = (0.125, 0.5, 0.375)  # weights of scenes of one, two and three shapes
 
 
@@ -84,19 +86,33 @@ def sample_scenes(
     radius = 7 + 2 * uniform(MAX_SHAPES)
     angle, speed = 2 * torch.pi * uniform(MAX_SHAPES), 0.7 + 0.9 * uniform(MAX_SHAPES)
     velocity = speed[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)
-    candidates = radius[:, None, :, None] + uniform(64, MAX_SHAPES, 2) * (SIZE - 2 * radius)[:, None, :, None]
-    position = _first_apart(candidates, radius, present)
+    position = _openings(radius, present, uniform(MAX_SHAPES, 2))
     return Scenes(colors, kinds, present, radius, position, velocity)
 
 
-def _first_apart(candidates: torch.Tensor, radius: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    """Of (N, K, S, 2) candidate positions, the first of each scene whose present shapes do not touch: (N, S, 2)."""
-    distance = torch.linalg.vector_norm(candidates[:, :, :, None] - candidates[:, :, None], dim=-1)
-    reach = radius[:, :, None] + radius[:, None] + 1
-    matters = present[:, :, None] & present[:, None] & ~torch.eye(MAX_SHAPES, dtype=torch.bool, device=present.device)
-    apart = ((distance > reach[:, None]) | ~matters[:, None]).all(dim=(2, 3))
-    chosen = apart.float().argmax(dim=1)
-    return candidates[torch.arange(len(candidates), device=candidates.device), chosen]
+def recolor_one(scenes: Scenes, generator: torch.Generator) -> Scenes:
+    """The same scenes, except that one present shape of each has a colour from outside its scene and a fitting kind."""
+    count, device = len(scenes.colors), generator.device
+    free = torch.ones(count, len(COLORS), device=device).scatter_(1, scenes.colors, 0.0)
+    color = torch.multinomial(free, 1, generator=generator)
+    kind = torch.multinomial(training_pairs().to(device)[color[:, 0]], 1, generator=generator)
+    number = scenes.present.sum(dim=1, keepdim=True)
+    slot = (torch.rand(count, 1, generator=generator, device=device) * number).long()
+    colors, kinds = (old.scatter(1, slot, new) for old, new in ((scenes.colors, color), (scenes.kinds, kind)))
+    return replace(scenes, colors=colors, kinds=kinds)
+
+
+def _openings(radius: torch.Tensor, present: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """First positions: the shapes side by side in equal columns, each up to `OPENING_JITTER` from the column's centre.
+
+    uniform: (N, S, 2) in [0, 1]. Returns (N, S, 2) pixels.
+    """
+    columns = present.sum(dim=1, keepdim=True)
+    slot = torch.arange(MAX_SHAPES, device=radius.device) + 0.5
+    centre = torch.stack([SIZE * slot / columns, torch.full_like(radius, SIZE / 2)], dim=-1)
+    room = (SIZE / (2 * columns) - radius).clamp(0, OPENING_JITTER)
+    jitter = torch.stack([room, torch.full_like(radius, OPENING_JITTER)], dim=-1)
+    return centre + (2 * uniform - 1) * jitter
 
 
 def simulate(scenes: Scenes, num_frames: int) -> torch.Tensor:

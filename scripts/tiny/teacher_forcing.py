@@ -11,10 +11,19 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import nn
+from transformers import UMT5EncoderModel
 
+from .models import SHIFT, encode_text
+
+# Noise on the clean half. Mostly little, against drift; sometimes so much that the history hardly shows the colours
+# and the caption has to tell them.
+MAX_CLEAN_NOISE = 0.1
+MAX_HEAVY_NOISE = 0.7
+HEAVY_SHARE = 0.15
 CHUNK = 3
 WINDOW = 9
 MAX_START = 3000
+TOKENS_PER_FRAME = 16
 # Partitions of a clip of 21 latent frames and how often they are drawn: whole chunks, image-to-video (the first
 # frame alone), and short chunks at the end or the start.
 PARTITIONS: dict[tuple[int, ...], float] = {
@@ -24,6 +33,9 @@ PARTITIONS: dict[tuple[int, ...], float] = {
     (3, 3, 3, 3, 3, 3, 2, 1): 0.05,
     (2, 3, 3, 3, 3, 3, 3, 1): 0.05,
 }
+
+
+MAX_CHUNKS = max(map(len, PARTITIONS))
 
 
 def chunk_ids(partition: Sequence[int]) -> torch.Tensor:
@@ -132,3 +144,64 @@ def prepare_for_teacher_forcing(transformer: WanTransformer3DModel) -> TrainingC
     for block in transformer.blocks:
         block.attn1.set_processor(MaskedWanAttnProcessor())
     return context
+
+
+class TextToLatents(nn.Module):
+    """The two modules trained together: token ids and latents in, flow velocity out."""
+
+    def __init__(self, transformer: WanTransformer3DModel, text_encoder: UMT5EncoderModel) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.text_encoder = text_encoder
+
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """latents (B, 16, 2F, 8, 8), timestep (B, 2L), token_ids (B, 24) -> velocity like latents."""
+        text = encode_text(self.text_encoder, token_ids)
+        return self.transformer(latents, timestep, text, return_dict=False)[0]
+
+
+class TeacherForcing:
+    """The flow-matching loss of a batch, with random partitions, noise levels and start frames."""
+
+    def __init__(self, model: TextToLatents, device: torch.device) -> None:
+        self.model = model
+        self.context: TrainingContext = prepare_for_teacher_forcing(model.transformer)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.partitions = Partitions.build(PARTITIONS, device, tokens_per_frame=TOKENS_PER_FRAME, dtype=dtype)
+
+    def loss(self, latents: torch.Tensor, histories: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Squared error of the velocity `noise - latents` on noisy frames; latents and histories: (B, 16, F, 8, 8).
+
+        The clean half shows the histories up to a random chunk and the latents after it. So where the history
+        contradicts the caption the caption wins: a shape that went wrong is mended, and a new prompt is followed.
+        """
+        batch, device = len(latents), latents.device
+        partition = (torch.rand(batch, 1, device=device) > self.partitions.cumulative[:-1]).sum(dim=1)
+        self.context.bias = self.partitions.bias[partition]
+        self.context.halves = 2
+        self.context.start = torch.randint(MAX_START, (batch,), device=device)
+
+        chunks = self.partitions.chunks[partition]
+        sigma = shifted(torch.rand(chunks.shape, device=device), SHIFT).gather(1, chunks)
+        noise = torch.randn_like(latents)
+        noisy = torch.lerp(latents, noise, sigma[:, None, :, None, None])
+        stain = torch.rand(chunks.shape, device=device).gather(1, chunks) * self._clean_noise(batch, device)
+        switch = torch.randint(1, MAX_CHUNKS, (batch, 1), device=device)
+        clean = torch.where((chunks < switch)[:, None, :, None, None], histories, latents)
+        clean = torch.lerp(clean, torch.randn_like(latents), stain[:, None, :, None, None])
+
+        timestep = torch.cat([torch.zeros_like(sigma), 1000 * sigma], dim=1)
+        timestep = timestep.repeat_interleave(TOKENS_PER_FRAME, dim=1)
+        velocity = self.model(torch.cat([clean, noisy], dim=2), timestep, token_ids)[:, :, latents.shape[2] :]
+        error = (velocity.float() - (noise - latents)).square().mean(dim=(1, 3, 4))
+        return error.mean()
+
+    def _clean_noise(self, batch: int, device: torch.device) -> torch.Tensor:
+        """The highest noise level on the clean half of each clip: (batch, 1)."""
+        heavy = torch.rand(batch, 1, device=device) < HEAVY_SHARE
+        return MAX_CLEAN_NOISE + (MAX_HEAVY_NOISE - MAX_CLEAN_NOISE) * heavy
+
+
+def shifted(uniform: torch.Tensor, shift: float) -> torch.Tensor:
+    """Noise levels of a schedule with `shift`."""
+    return shift * uniform / (1 + (shift - 1) * uniform)
