@@ -24,7 +24,7 @@ from kernel_stubs import (
 from rollouts import forward, make_manager, random_rows
 
 from diffusers_ardiff.attention import AttentionBackend, AttentionRequest, paged_write_attn, registry, select_backend
-from diffusers_ardiff.attention.backends import flash2, flash3, libraries, reference, rocm, sdpa, varlen
+from diffusers_ardiff.attention.backends import flash2, flash3, libraries, reference, rocm, sdpa, triton_paged, varlen
 from diffusers_ardiff.cache import Branch
 from diffusers_ardiff.context import PagedForwardContext
 
@@ -376,6 +376,24 @@ def test_choice_by_platform(
         for name in ("flash3", "flash2", "varlen"):
             with pytest.raises(ValueError, match=f"{name}: does not run on ROCm"):
                 select_backend(replace(FITS, is_hip=True), name)
+
+
+def test_order_depends_on_the_kind_of_work(machine: Machine) -> None:
+    machine.gpu(8, 0)
+    first = replace(varlen.BACKEND, rank_for={"ragged": 1}, unavailable=None)
+    machine.use(first, sdpa.BACKEND)
+    assert [select_backend(replace(FITS, work=work)).name for work in ("dense", "ragged")] == ["sdpa", "varlen"]
+
+
+def test_captured_graphs_that_fill_need_lengths_on_the_device(machine: Machine, calls: Calls) -> None:
+    """FlashAttention 3 on a view has its length in the launch; a replay would read the length of the capture."""
+    machine.gpu(9, 0)
+    triton = replace(triton_paged.BACKEND, unavailable=None)
+    machine.use(machine.install_flash3(calls, FULL_BUILD), sdpa.BACKEND, triton)
+    replayed = replace(FITS, needs_device_lengths=True)
+    assert select_backend(replayed).name == "triton"
+    with pytest.raises(ValueError, match="flash3: takes lengths from the host"):
+        select_backend(replayed, "flash3")
 
 
 @pytest.mark.parametrize("module", [varlen, rocm], ids=lambda module: module.BACKEND.name)

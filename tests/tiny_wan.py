@@ -58,9 +58,18 @@ def text_of(length: int = 7, rows: int = 1, seed: int = 2) -> torch.Tensor:
 class PagedRun:
     """Chunks of one or several sessions through a transformer with paged processors; lengths in frames."""
 
-    def __init__(self, transformer: Any, sink: int, window: int, *, backend: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        transformer: Any,
+        sink: int,
+        window: int,
+        *,
+        backend: str | None = None,
+        write: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.transformer = transformer
-        self.paged: PagedAttachment = attach_paged_attention(transformer, backend=backend)
+        self.paged: PagedAttachment = attach_paged_attention(transformer, backend=backend, write=write)
         geometry = self.paged.geometry
         kwargs = {"layers": geometry.num_layers, "heads": geometry.num_heads, "head_dim": geometry.head_dim, **kwargs}
         self.manager = make_manager(TOKENS * sink, TOKENS * window, **kwargs)
