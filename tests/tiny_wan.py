@@ -88,8 +88,9 @@ class PagedRun:
         """One forward of all branches as rows."""
         frames = latents.shape[2]
         context = PagedForwardContext(self.branches, num_tokens=TOKENS * frames)
+        latents, text = latents.to(context.storage.device), text.to(context.storage.device)
         starts = [start // TOKENS for start in context.starts]
-        rotary = self.rope([range(s, s + frames) for s in starts], HEIGHT // 2, WIDTH // 2)
+        rotary = self.rope([range(s, s + frames) for s in starts], HEIGHT // 2, WIDTH // 2, device=latents.device)
         text_kv = self.paged.compute_text_kv(text) if bind_text else None
         with context, self.paged.bind(context, rotary, text_kv):
             out = run_host(self.transformer, latents, timestep, text)
@@ -100,7 +101,7 @@ class PagedRun:
 
 def run_host(transformer: Any, latents: torch.Tensor, timestep: float, text: torch.Tensor) -> torch.Tensor:
     """A plain forward at one timestep."""
-    times = torch.full((len(latents),), float(timestep))
+    times = torch.full((len(latents),), float(timestep), device=latents.device)
     with torch.no_grad():
         return transformer(latents, times, text, return_dict=False)[0]
 

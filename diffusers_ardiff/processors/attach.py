@@ -156,6 +156,11 @@ class PagedAttachment:
         known = [attn for attn, _ in self._pairs()]
         return len(found) == len(known) and all(a is b for a, b in zip(found, known, strict=True))
 
+    @property
+    def _is_compiled(self) -> bool:
+        modules = (self.transformer, *self.transformer.blocks)
+        return any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
+
     def _check_unchanged(self) -> None:
         if not self.covers_all_blocks:
             raise RuntimeError(
@@ -202,6 +207,9 @@ class PagedAttachment:
         if self.backend is not None:
             context.use_backend(self.backend)
         write = self.choose_write(context.storage.device.type, context.storage.dtype)
+        if self._is_compiled:
+            # Inductor's CUDA graphs would else take each compiled block for a step, and free what the last one returned.
+            torch.compiler.cudagraph_mark_step_begin()
         try:
             self._rope.rotary = rotary
             for layer, (self_attn, cross_attn) in enumerate(self._processors):
