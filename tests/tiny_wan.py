@@ -88,7 +88,8 @@ class PagedRun:
         """One forward of all branches as rows."""
         frames = latents.shape[2]
         context = PagedForwardContext(self.branches, num_tokens=TOKENS * frames)
-        latents, text = latents.to(context.storage.device), text.to(context.storage.device)
+        place = (context.storage.device, self.transformer.dtype)
+        latents, text = latents.to(*place), text.to(*place)
         starts = [start // TOKENS for start in context.starts]
         rotary = self.rope([range(s, s + frames) for s in starts], HEIGHT // 2, WIDTH // 2, device=latents.device)
         text_kv = self.paged.compute_text_kv(text) if bind_text else None
