@@ -224,14 +224,19 @@ class PagedAttachment:
         self._check_all_written(context)
 
     def fused_write_refusals(self, device_type: str, dtype: torch.dtype) -> list[str]:
-        """Why one kernel cannot normalise and rotate in this transformer and write to pools of that dtype; empty: it can."""
+        """Why one kernel cannot normalise and rotate in this transformer and write to pools of that dtype; empty: it can.
+
+        The device first, and if it can, the first layer whose norms refuse.
+        """
         geometry = self.geometry
         reasons = fused_write_refusals(device_type, dtype, geometry.head_dim)
+        if reasons:
+            return reasons
         for layer, (attn1, _) in enumerate(self._attn):
             found = norm_refusals(attn1, geometry.num_heads * geometry.head_dim)
             if found:
-                return [*reasons, *(f"layer {layer}: {reason}" for reason in found)]
-        return reasons
+                return [f"layer {layer}: {reason}" for reason in found]
+        return []
 
     def choose_write(self, device_type: str, dtype: torch.dtype) -> WriteChoice:
         """Who normalises, rotates and writes, in eager and in compiled regions; one choice for all layers.
@@ -239,7 +244,8 @@ class PagedAttachment:
         Raises:
             ValueError: the fused write is named and cannot serve.
         """
-        return choose_write(self.write, self.fused_write_refusals(device_type, dtype))
+        refusals = [] if self.write == "torch" else self.fused_write_refusals(device_type, dtype)
+        return choose_write(self.write, refusals)
 
     def _check_all_written(self, context: PagedForwardContext) -> None:
         unwritten = [layer for layer in context.unwritten_layers if layer < len(self._attn)]
