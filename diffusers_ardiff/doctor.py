@@ -10,13 +10,15 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import get_args
 
 import torch
 
-from .attention import AttentionRequest, list_backends, select_backend
+from .attention import AttentionRequest, choose_write, fused_write_refusals, list_backends, select_backend
 from .attention.backends import rocm
 from .attention.backends.libraries import find_flash3, missing_cuda
+from .attention.registry import Work
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PACKAGES = (
@@ -54,8 +56,20 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WriteVerdict:
+    """Who normalises, rotates and writes a Wan model's rows, and why the fused kernel cannot."""
+
+    eager: str
+    compiled: str
+    refusals: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that the doctor found, for one kind of call. ``versions``: None where a package is not installed."""
+    """All that the doctor found, for one kind of call.
+
+    ``versions``: None where a package is not installed. ``chosen_for``: the backend of each kind of work.
+    """
 
     python: str
     versions: dict[str, str | None]
@@ -63,7 +77,9 @@ class Report:
     call: dict[str, str | int]
     chosen: str
     reason: str
+    chosen_for: dict[str, str]
     backends: list[Verdict]
+    write: WriteVerdict
     advice: list[str]
 
 
@@ -89,9 +105,21 @@ def examine(*, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, page_si
         call={"dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim, "page_size": page_size},
         chosen=chosen,
         reason=_reason(chosen, verdicts),
+        chosen_for={work: _choice_for(request, work) for work in get_args(Work)},
         backends=verdicts,
+        write=_write(request),
         advice=_advice(request),
     )
+
+
+def _choice_for(request: AttentionRequest, work: Work) -> str:
+    return select_backend(replace(request, work=work, needs_mask=work == "masked")).name
+
+
+def _write(request: AttentionRequest) -> WriteVerdict:
+    refusals = fused_write_refusals(request.device_type, request.dtype, request.head_dim)
+    eager, compiled = ("fused" if is_fused else "torch" for is_fused in choose_write(None, refusals))
+    return WriteVerdict(eager=eager, compiled=compiled, refusals=refusals)
 
 
 def _version(package: str) -> str | None:
@@ -162,8 +190,15 @@ def to_text(report: Report) -> str:
     for verdict in report.backends:
         state = "can serve it" if not verdict.refusals else "; ".join(verdict.refusals)
         lines.append(f"  {verdict.backend:<14} {state}")
+    other = [f"{work}: {name}" for work, name in report.chosen_for.items() if name != report.chosen]
+    lines += ["", f"other rows: {', '.join(other) or 'the same'}", _write_line(report.write)]
     lines += ["", "to be faster:" if report.advice else "nothing to install: the fastest backend is in use"]
     return "\n".join([*lines, *(f"  {advice}" for advice in report.advice)])
+
+
+def _write_line(write: WriteVerdict) -> str:
+    line = f"norm, rotation and write: {write.eager}; in compiled regions: {write.compiled}"
+    return line + (f" (the fused kernel {'; '.join(write.refusals)})" if write.refusals else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

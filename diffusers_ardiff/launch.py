@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,8 +33,9 @@ class RowLayout:
 class LaunchPlan:
     """Host-side facts of one forward, for the inside of the opaque op.
 
-    They say how to compute it, and ``mask`` says what is visible: None is everything. ``branches`` own the pages. The op
-    adds each layer whose rows it has written to ``written_layers``: the one record in it that changes.
+    They say how to compute it, and ``mask`` says what is visible: None is everything. ``branches`` own the pages. Two
+    records in it change: the op adds each layer whose rows it has written to ``written_layers``, and keeps in ``choices``
+    which backend serves a request, so that a forward asks once and not once a layer.
     """
 
     page_size: int
@@ -42,6 +45,7 @@ class LaunchPlan:
     mask: PagedMask | None = None
     branches: tuple[Branch, ...] = ()
     written_layers: set[int] = field(default_factory=set)
+    choices: dict[Hashable, Any] = field(default_factory=dict)
 
 
 _plans: weakref.WeakValueDictionary[int, LaunchPlan] = weakref.WeakValueDictionary()

@@ -3,6 +3,7 @@
 
 python scripts/benchmark.py op --preset anchors --output out/op.json --plot out/op.png
 python scripts/benchmark.py op --heads 12 40 --queries 4680 --keys 18720 32760 --backends flash3 sdpa --fragmented
+python scripts/benchmark.py op --preset order --output out/order.json
 python scripts/benchmark.py op --heads 12 --queries 4680 --keys 32760 --write-only
 python scripts/benchmark.py rollout --model tiny --num-frames 2000 --repeats 3
 """
@@ -18,10 +19,12 @@ from typing import Any
 
 import torch
 
-from diffusers_ardiff.benchmarks import OpCase, anchor_cases, measure_op, measure_write, plot_op
+from diffusers_ardiff.benchmarks import OpCase, anchor_cases, measure_op, measure_write, order_cases, plot_op
 from diffusers_ardiff.benchmarks.rollout import describe, measure_rollout
 from diffusers_ardiff.doctor import DTYPES, examine
 from diffusers_ardiff.generation import load_pipeline
+
+PRESETS = {"anchors": anchor_cases, "order": order_cases}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,7 +33,9 @@ def parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     op = commands.add_parser("op", help="write-and-attend in the steady state, beside dense kernels alone")
     op.add_argument(
-        "--preset", choices=["anchors"], help="the shapes of Wan models at 832x480, instead of --heads ..."
+        "--preset",
+        choices=sorted(PRESETS),
+        help="instead of --heads ...: anchors, the shapes of Wan models at 832x480; order, every kind of work",
     )
     op.add_argument("--heads", type=int, nargs="+", default=[12], help="every combination is measured")
     op.add_argument("--head-dim", type=int, default=128)
@@ -41,7 +46,10 @@ def parse_arguments() -> argparse.Namespace:
     op.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     op.add_argument("--backends", nargs="+", help="default: all that can serve the case here")
     op.add_argument("--fragmented", action="store_true", help="pages in random order")
-    op.add_argument("--write-only", action="store_true", help="the write alone")
+    op.add_argument("--ragged", type=int, default=1, metavar="ROWS", help="sessions of different length as rows")
+    op.add_argument("--masked", action="store_true", help="the chunk in three spans, causal among each other")
+    op.add_argument("--write-only", action="store_true", help="the write alone, and norm, rotation and write")
+    op.add_argument("--eager-only", action="store_true", help="with --write-only: without Inductor's versions")
     op.add_argument("--warmup", type=int, default=10)
     op.add_argument("--repeats", type=int, default=50)
     op.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -66,8 +74,8 @@ def parse_arguments() -> argparse.Namespace:
 def choose_cases(options: argparse.Namespace) -> list[OpCase]:
     """Cases to measure."""
     dtype = DTYPES[options.dtype]
-    if options.preset == "anchors":
-        cases = anchor_cases(dtype)
+    if options.preset is not None:
+        cases = PRESETS[options.preset](dtype)
         return [replace(case, fragmented=True) for case in cases] if options.fragmented else cases
     return [
         OpCase(
@@ -79,6 +87,8 @@ def choose_cases(options: argparse.Namespace) -> list[OpCase]:
             page_size=options.page_size,
             dtype=dtype,
             fragmented=options.fragmented,
+            rows=options.ragged,
+            masked=options.masked,
         )
         for heads, queries, keys in itertools.product(options.heads, options.queries, options.keys)
     ]
@@ -92,7 +102,7 @@ def run_op(options: argparse.Namespace) -> list[dict[str, Any]]:
     for case in choose_cases(options):
         counts = {"device": device, "warmup": options.warmup, "repeats": options.repeats}
         if options.write_only:
-            result = measure_write(case, **counts)
+            result = measure_write(case, compiled=not options.eager_only, **counts)
         else:
             result = measure_op(case, backends=options.backends, **counts)
         results.append(result)
@@ -115,13 +125,15 @@ def summary(result: dict[str, Any]) -> str:
     """One case as text."""
     lines = [result["label"]]
     for name, entry in result.get("write", {}).items():
-        lines.append(f"  write, {name:<12} {entry['median_ms']:8.3f} ms  {entry['gb_per_s']:8.0f} GB/s")
+        lines.append(f"  write, {name:<22} {entry['median_ms']:8.3f} ms  {entry['gb_per_s']:8.0f} GB/s")
     for name, entry in result.get("dense", {}).items():
         lines.append(f"  {name + ' alone':<20} {entry['median_ms']:8.3f} ms")
     for name, entry in result.get("op", {}).items():
         ratios = ", ".join(f"{ratio:.3f} x {dense}" for dense, ratio in entry["ratio"].items())
         first = f" (first of a chunk {entry['first_ms']:.3f})" if "first_ms" in entry else ""
         lines.append(f"  {'op, ' + name:<20} {entry['median_ms']:8.3f} ms{first}  {ratios}")
+    if "order" in result:
+        lines.append(f"  fastest first: {', '.join(result['order'])}")
     return "\n".join(lines)
 
 

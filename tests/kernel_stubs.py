@@ -4,6 +4,7 @@ They compute with torch and check what they are given. ``calls`` lists which fun
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -84,6 +85,36 @@ def flash3_module(calls: Calls) -> ModuleType:
 
     for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache):
         setattr(module, function.__name__, function)
+    return module
+
+
+def kernels_0_17(calls: Calls) -> ModuleType:
+    """The ``kernels`` package, which loads the hub's FlashAttention 3 from a folder; that of 0.17.2."""
+    module = ModuleType("kernels")
+
+    def get_local_kernel(repo_path: Path, *, backend=None, trust_remote_code=False, user_agent=None) -> ModuleType:
+        if not list((repo_path / "build").iterdir()):
+            raise FileNotFoundError("Cannot find a build variant for this system")
+        calls.append(f"loaded {repo_path.name}")
+        return flash3_module(calls)
+
+    def get_kernel(*args, **kwargs) -> ModuleType:
+        raise AssertionError("it downloads")
+
+    module.get_local_kernel, module.get_kernel = get_local_kernel, get_kernel
+    return module
+
+
+def kernels_0_10(calls: Calls) -> ModuleType:
+    """An older one, which wants the name of the package in the folder."""
+    module = kernels_0_17(calls)
+    load = module.get_local_kernel
+
+    def get_local_kernel(repo_path: Path, package_name: str, backend=None) -> ModuleType:
+        assert package_name == "flash_attn3"
+        return load(repo_path)
+
+    module.get_local_kernel = get_local_kernel
     return module
 
 

@@ -3,9 +3,11 @@
 ``calls`` lists which function of a stub served each call.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -17,6 +19,8 @@ from kernel_stubs import (
     aiter_module,
     flash2_module,
     flash3_module,
+    kernels_0_10,
+    kernels_0_17,
     torch_2_10_varlen,
     torch_2_11_varlen,
     torch_2_12_varlen,
@@ -24,7 +28,7 @@ from kernel_stubs import (
 from rollouts import forward, make_manager, random_rows
 
 from diffusers_ardiff.attention import AttentionBackend, AttentionRequest, paged_write_attn, registry, select_backend
-from diffusers_ardiff.attention.backends import flash2, flash3, libraries, reference, rocm, sdpa, varlen
+from diffusers_ardiff.attention.backends import flash2, flash3, libraries, reference, rocm, sdpa, triton_paged, varlen
 from diffusers_ardiff.cache import Branch
 from diffusers_ardiff.context import PagedForwardContext
 
@@ -225,6 +229,71 @@ def test_library_that_fails_to_import_says_so(machine: Machine, monkeypatch: pyt
     assert "undefined symbol" in flash3.BACKEND.refusals(FITS)[0]
 
 
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def add_snapshot(hub_cache: Path, revision: str, *, kind: str = "kernels", age: int = 0, built: bool = True) -> None:
+    """A download of the hub kernel as the ``kernels`` package leaves it: found by commit, without a named version."""
+    build = hub_cache / f"{kind}--kernels-community--flash-attn3" / "snapshots" / revision / "build"
+    build.mkdir(parents=True)
+    if built:
+        (build / "torch211-cxx11-cu130-x86_64-linux").mkdir()
+    os.utime(build, (1e9 - age, 1e9 - age))
+
+
+@pytest.mark.parametrize("kernels", [kernels_0_17, kernels_0_10])
+@pytest.mark.parametrize("kind", ["kernels", "models"])
+def test_flash3_from_the_hub_cache(
+    machine: Machine, calls: Calls, hub_cache: Path, kernels: Callable, kind: str
+) -> None:
+    """The newest download, wherever this version of ``kernels`` keeps it; loaded once, and it computes."""
+    machine.gpu(9, 0)
+    machine.install(kernels(calls))
+    add_snapshot(hub_cache, "older", kind=kind, age=100)
+    add_snapshot(hub_cache, "newer", kind=kind)
+    backend = flash3.make_backend()
+    assert backend.refusals(FITS) == backend.refusals(replace(FITS, dtype=torch.float16)) == []
+    library = libraries.find_flash3()
+    assert library is not None and library.name == "kernels-community/flash-attn3" and library.paged is not None
+    branches = open_rows(2)
+    check_equal_to_reference(branches, machine.use_on_cpu(backend))
+    advance(branches[1:], 2)
+    check_equal_to_reference(branches, backend.name)
+    assert calls == ["loaded newer", "dense", "paged"]
+
+
+def test_installed_flash3_is_taken_before_the_hub_cache(machine: Machine, calls: Calls, hub_cache: Path) -> None:
+    machine.install(kernels_0_17(calls))
+    add_snapshot(hub_cache, "newer")
+    machine.install_flash3(calls, FULL_BUILD)
+    library = libraries.find_flash3()
+    assert library is not None and library.name == "flash_attn_interface"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_nothing_is_downloaded(machine: Machine, calls: Calls, hub_cache: Path, installed: bool) -> None:
+    """With the package and an empty cache, or a full cache without the package."""
+    machine.gpu(9, 0)
+    if installed:
+        machine.install(kernels_0_17(calls))
+    else:
+        add_snapshot(hub_cache, "newer")
+    assert libraries.find_flash3() is None
+    assert "pip install fa3-fwd" in flash3.BACKEND.refusals(FITS)[0]
+
+
+def test_hub_kernel_without_a_build_for_this_machine_says_so(machine: Machine, calls: Calls, hub_cache: Path) -> None:
+    """Its error took down every call, also those that other backends serve."""
+    machine.gpu(9, 0)
+    machine.install(kernels_0_17(calls))
+    add_snapshot(hub_cache, "newer", built=False)
+    assert "has no build for this machine" in flash3.BACKEND.refusals(FITS)[0]
+    assert select_backend(FITS).name == "sdpa"
+
+
 # -- flash-attn 2 ---------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +445,24 @@ def test_choice_by_platform(
         for name in ("flash3", "flash2", "varlen"):
             with pytest.raises(ValueError, match=f"{name}: does not run on ROCm"):
                 select_backend(replace(FITS, is_hip=True), name)
+
+
+def test_order_depends_on_the_kind_of_work(machine: Machine) -> None:
+    machine.gpu(8, 0)
+    first = replace(varlen.BACKEND, rank_for={"ragged": 1}, unavailable=None)
+    machine.use(first, sdpa.BACKEND)
+    assert [select_backend(replace(FITS, work=work)).name for work in ("dense", "ragged")] == ["sdpa", "varlen"]
+
+
+def test_captured_graphs_that_fill_need_lengths_on_the_device(machine: Machine, calls: Calls) -> None:
+    """FlashAttention 3 on a view has its length in the launch; a replay would read the length of the capture."""
+    machine.gpu(9, 0)
+    triton = replace(triton_paged.BACKEND, unavailable=None)
+    machine.use(machine.install_flash3(calls, FULL_BUILD), sdpa.BACKEND, triton)
+    replayed = replace(FITS, needs_device_lengths=True)
+    assert select_backend(replayed).name == "triton"
+    with pytest.raises(ValueError, match="flash3: takes lengths from the host"):
+        select_backend(replayed, "flash3")
 
 
 @pytest.mark.parametrize("module", [varlen, rocm], ids=lambda module: module.BACKEND.name)

@@ -10,9 +10,19 @@ import pytest
 import torch
 from tiny_components import PROMPT, QUICK, make_pipeline
 
-from diffusers_ardiff.benchmarks import OpCase, Timing, anchor_cases, measure_op, measure_write, time_interleaved
+from diffusers_ardiff.attention import fused_write_refusals
+from diffusers_ardiff.benchmarks import (
+    OpCase,
+    Timing,
+    anchor_cases,
+    measure_op,
+    measure_write,
+    order_cases,
+    time_interleaved,
+)
 from diffusers_ardiff.benchmarks.op import SteadyState
 from diffusers_ardiff.benchmarks.rollout import describe, measure_rollout
+from diffusers_ardiff.benchmarks.write import WriteInputs, norm_rope, norm_rope_scatter
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
@@ -58,10 +68,64 @@ def test_first_step_gathers_the_window_and_later_steps_do_not(monkeypatch: pytes
     assert copies == [120, 120, 24, 24, 120, 120, 24, 24]
 
 
+def test_ragged_state_has_rows_of_different_length() -> None:
+    state = SteadyState(OpCase(**TINY, rows=3), ["sdpa", "reference"], CPU)
+    for context in state.contexts.values():
+        assert [span.kv_len for span in context.spans] == [48, 96, 120]
+        assert context.spans[-1].start >= 120
+    assert state.op("sdpa")(0).shape == (3, 24, 2, 8)
+    state.close()
+    assert state.manager.allocator.num_used == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_masked_state_has_three_spans(rows: int) -> None:
+    state = SteadyState(OpCase(**TINY, rows=rows, masked=True, dtype=torch.float32), ["sdpa", "reference"], CPU)
+    mask = state.contexts["sdpa"].mask
+    assert mask is not None
+    visible = mask.dense(CPU)[-1]
+    # All of the history, and the spans of the chunk up to the own one.
+    assert visible.sum(-1).tolist() == [104] * 8 + [112] * 8 + [120] * 8
+    torch.testing.assert_close(state.op("sdpa")(0)[-1].isnan().any(), torch.tensor(False))
+    state.close()
+
+
+@pytest.mark.parametrize("change", [{"rows": 2}, {"masked": True}, {"rows": 2, "fragmented": True}])
+def test_work_without_a_dense_twin_has_an_order_but_no_ratio(change: dict) -> None:
+    case = OpCase(**TINY, **change, dtype=torch.float32)
+    result = measure_op(case, backends=["reference", "sdpa"], device=CPU, warmup=1, repeats=3)
+    assert result["dense"] == {}
+    assert sorted(result["order"]) == ["reference", "sdpa"]
+    times = [result["op"][name] for name in result["order"]]
+    means = [entry.get("chunk_mean_ms", entry["median_ms"]) for entry in times]
+    assert means == sorted(means)
+    assert all(entry["ratio"] == {} for entry in times)
+
+
+def test_order_cases_cover_every_kind_of_work() -> None:
+    kinds = {(case.rows > 1, case.masked, case.fragmented) for case in order_cases()}
+    assert kinds == {(r, m, f) for r, m in [(0, 0), (1, 0), (0, 1)] for f in (0, 1)}
+
+
 def test_write_result() -> None:
-    result = measure_write(OpCase(**TINY), device=CPU, warmup=1, repeats=3)
-    assert set(result["write"]) == {"op", "scatter"}
+    result = measure_write(OpCase(**TINY), device=CPU, warmup=1, repeats=3, compiled=False)
+    assert fused_write_refusals("cpu", torch.bfloat16, 8)
+    assert set(result["write"]) == {"op", "scatter", "prepare_eager"}
     assert all(entry["gb_per_s"] > 0 for entry in result["write"].values())
+
+
+def test_inductor_writes_what_eager_does() -> None:
+    result = measure_write(OpCase(**TINY, dtype=torch.float32), device=CPU, warmup=1, repeats=1)
+    assert set(result["write"]) == {"op", "scatter", "prepare_eager", "prepare_inductor", "prepare_inductor_all"}
+    state = SteadyState(OpCase(**TINY, dtype=torch.float32), ["sdpa"], CPU)
+    layer, rows, inputs = state.inputs("sdpa", 0), state.rows[0], WriteInputs.random(state.case, CPU)
+    expected = norm_rope(rows.query, rows.keys, inputs)
+    slots = layer.slot_mapping.flatten()
+    query = torch.compile(norm_rope_scatter, fullgraph=True)(rows, inputs, slots, *layer[:2])
+    torch.testing.assert_close(query, expected[0])
+    torch.testing.assert_close(layer.key_pool[slots], expected[1][0])
+    assert torch.equal(layer.value_pool[slots], rows.values[0])
+    state.close()
 
 
 def test_more_queries_than_the_window_is_an_error() -> None:
@@ -93,7 +157,9 @@ def test_timing_of_samples() -> None:
     assert Timing.of([1.0, 2.0, 30.0]).median_ms == 2.0
 
 
-@pytest.mark.parametrize("mode", [[], ["--fragmented"], ["--write-only"]])
+@pytest.mark.parametrize(
+    "mode", [[], ["--fragmented"], ["--ragged", "2", "--masked"], ["--write-only", "--eager-only"]]
+)
 def test_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: list[str]
 ) -> None:

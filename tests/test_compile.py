@@ -1,6 +1,8 @@
 """Compiled blocks: one graph for all layers, and none after the first chunk."""
 
 import copy
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,8 @@ from dense import relative_error
 from tiny_wan import PagedRun, latents_of, text_of, tiny_transformer
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
+from torch._inductor import scheduler
+from torch._inductor.utils import run_and_get_code
 
 NUM_LAYERS = 12
 
@@ -83,6 +87,58 @@ def test_attaching_again_keeps_the_graph() -> None:
         run.paged.detach()
         run.paged.attach()
     assert len(counting.graphs) == 1
+
+
+def allocated_elements(code: str) -> list[int]:
+    """Sizes of the buffers that Inductor's code allocates."""
+    shapes = re.findall(r"= empty_strided_\w+\(\(([\d, ]*)\)", code)
+    return [math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes]
+
+
+def inductor_code(run: PagedRun) -> str:
+    """What Inductor generates for the blocks of a run, never from a cache of an older op."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, (code,) = run_and_get_code(run.forward, latents_of(3), 0, text_of())
+    return code
+
+
+def test_compiled_code_allocates_no_pool_and_hands_over_the_whole_ones() -> None:
+    """A mutated view of a graph input was once copied whole in every layer (pytorch#131192)."""
+    run = PagedRun(tiny_transformer(), 3, 21)
+    run.transformer.compile_repeated_blocks(fullgraph=True)
+    code = inductor_code(run)
+    sizes = allocated_elements(code)
+    assert sizes and max(sizes) < run.manager.storage.key_pools[0].numel()
+    call = re.search(r"paged_write_attn\.default\((.*)\)", code)
+    assert call is not None and re.search(r"None, None, arg\d+_1, arg\d+_1, ", call.group(1))
+
+
+def test_inductor_records_all_but_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told that every kernel runs on a GPU, Inductor cuts its CUDA graphs around the op: what it would record takes no
+    pool, no lengths and no CPU tensor, each a reason for it to record nothing."""
+    monkeypatch.setattr(scheduler.BaseSchedulerNode, "is_gpu", lambda self: True)
+    run = PagedRun(tiny_transformer(), 3, 21)
+    run.transformer.compile_repeated_blocks(fullgraph=True, mode="reduce-overhead")
+    recorded, run_each_time = inductor_code(run).split("def call(self, args):")
+    assert "def partition_1(args):" in recorded and "paged_write_attn" not in recorded.split("def partition_0")[1]
+    call = re.search(r"paged_write_attn\.default\(.*?None, None, (.*), [\d.]+\)", run_each_time)
+    assert call is not None
+    own_inputs = set(call.group(1).split(", "))
+    parts = re.findall(r"partition\d+_args = \[(.*)\]", run_each_time)
+    assert len(own_inputs) == 7 and len(parts) == 2
+    assert not own_inputs & set(", ".join(parts).split(", "))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_of_compiled_blocks_is_one_step(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    """Each compiled block began a step of Inductor's CUDA graphs, in which the last block's output is freed."""
+    steps = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: steps.append(1))
+    run = PagedRun(tiny_transformer(), 0, 6)
+    if compiled:
+        run.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
+    run.forward(latents_of(3), 0, text_of())
+    assert len(steps) == compiled
 
 
 def test_a_guarded_number_would_be_noticed() -> None:

@@ -1,12 +1,13 @@
 """The doctor's report: what is chosen here, why not the others, what to install."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from diffusers_ardiff import doctor
-from diffusers_ardiff.attention import list_backends
+from diffusers_ardiff.attention import get_backend, list_backends, registry, writing
 
 
 @pytest.fixture
@@ -25,6 +26,24 @@ def test_report_covers_every_backend() -> None:
     text = doctor.to_text(report)
     assert "chosen: sdpa" in text and "a GPU" in text
     assert all(verdict.backend in text for verdict in report.backends)
+    assert report.chosen_for == dict.fromkeys(["dense", "fragmented", "ragged", "masked"], "sdpa")
+    assert "other rows: the same" in text
+    assert report.write.eager == report.write.compiled == "torch"
+    assert "norm, rotation and write: torch; in compiled regions: torch (the fused kernel runs on cuda" in text
+
+
+def test_report_says_where_the_fused_write_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "fused_write_refusals", lambda *args: [])
+    report = doctor.examine()
+    assert (report.write.eager, report.write.compiled) == (writing.EAGER_WRITE, writing.COMPILED_WRITE)
+
+
+def test_report_says_what_serves_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = replace(get_backend("reference"), rank_for={"ragged": -1})
+    monkeypatch.setattr(registry, "_backends", {**registry._backends, "reference": first})
+    report = doctor.examine()
+    assert (report.chosen, report.chosen_for["ragged"], report.chosen_for["masked"]) == ("sdpa", "reference", "sdpa")
+    assert "other rows: ragged: reference" in doctor.to_text(report)
 
 
 def test_hopper_without_flash3_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from dense import TokenHistory, dense_attention, relative_error
 from rollouts import Rows, forward, make_manager, pool_bytes, random_rows
 from torch.testing import assert_close
 
-from diffusers_ardiff.attention import op, paged_attention, paged_write_attn
+from diffusers_ardiff.attention import AttentionRequest, op, paged_attention, paged_write_attn
 from diffusers_ardiff.context import PagedForwardContext
 
 SCHEMAS = {
@@ -17,6 +18,12 @@ SCHEMAS = {
         "diffusers_ardiff::paged_write_attn(Tensor query, Tensor k_curr, Tensor v_curr, Tensor? k_act, "
         "Tensor? v_act, Tensor(a5!) key_pool, Tensor(a6!) value_pool, Tensor slot_mapping, Tensor block_table, "
         "Tensor seq_lens, Tensor layer_index, Tensor launch, float softmax_scale) -> Tensor"
+    ),
+    "paged_norm_rope_write_attn": (
+        "diffusers_ardiff::paged_norm_rope_write_attn(Tensor query, Tensor keys, Tensor values, Tensor query_weight, "
+        "Tensor key_weight, Tensor cos, Tensor sin, Tensor(a7!) key_pool, Tensor(a8!) value_pool, "
+        "Tensor slot_mapping, Tensor block_table, Tensor seq_lens, Tensor layer_index, Tensor launch, "
+        "float norm_eps, float softmax_scale) -> Tensor"
     ),
     "paged_attn": (
         "diffusers_ardiff::paged_attn(Tensor query, Tensor key_pool, Tensor value_pool, Tensor block_table, "
@@ -46,15 +53,20 @@ def test_schema_is_pinned(name: str) -> None:
     here needs a new op name."""
     schema = getattr(torch.ops.diffusers_ardiff, name).default._schema
     mutated = [arg.name for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
-    assert mutated == (["key_pool", "value_pool"] if name == "paged_write_attn" else [])
+    assert mutated == ([] if name == "paged_attn" else ["key_pool", "value_pool"])
     assert renumbered(str(schema)) == renumbered(SCHEMAS[name])
 
 
 def renumbered(schema: str) -> str:
     """Alias set names are torch's business; which argument has one is ours."""
-    for alias in ("(a!)", "(b!)", "(a5!)", "(a6!)"):
-        schema = schema.replace(alias, "(!)")
-    return schema
+    return re.sub(r"\([a-z]\d*!\)", "(!)", schema)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMAS))
+def test_inductor_cuts_its_cuda_graphs_around_the_ops(name: str) -> None:
+    """A recorded op would replay the lengths and slots of the forward it was recorded in."""
+    op_overload = getattr(torch.ops.diffusers_ardiff, name).default
+    assert torch.Tag.cudagraph_unsafe in op_overload.tags
 
 
 @pytest.mark.parametrize("num_extra", [0, 3])
@@ -152,6 +164,61 @@ def test_pool_dtype_is_independent_of_the_model() -> None:
     out = paged_write_attn(context.layer_inputs(0), *rows)
     assert (out.dtype, context.storage.dtype) == (torch.float32, torch.bfloat16)
     assert relative_error(out[0], dense_attention(*(t[0] for t in rows))) < 2e-2
+
+
+# -- choosing a backend ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def choices(monkeypatch: pytest.MonkeyPatch) -> list[AttentionRequest]:
+    """Every request for which a backend was looked for."""
+    asked = []
+    plain = op.select_backend
+    monkeypatch.setattr(op, "select_backend", lambda request, name: asked.append(request) or plain(request, name))
+    return asked
+
+
+def test_a_forward_chooses_its_backend_once(choices: list[AttentionRequest]) -> None:
+    """30 layers asked every backend for its refusals 30 times."""
+    branches = make_manager(24, 72, layers=30).open_session().branches
+    for forwards in (1, 2):
+        forward(branches, random_rows(branches, 24))
+        assert len(choices) == forwards
+
+
+def test_another_situation_is_chosen_for_anew(choices: list[AttentionRequest]) -> None:
+    """Same forward: another pool dtype, extra queries that no mask binds, a backend named late. Then another forward
+    whose rows have different lengths."""
+    branches = make_manager(24, 72, extra=1).open_session().branches
+    spans = [(0, 24)]
+    context = PagedForwardContext(branches, num_tokens=24, num_extra=1, full_attn_spans=spans).prepare()
+    rows, extra = random_rows(branches, 24), random_rows(branches, 1)
+    inputs = context.layer_inputs(0)
+    for _ in range(2):
+        paged_write_attn(inputs, *rows, extra.keys, extra.values)
+    assert [(request.needs_mask, request.work) for request in choices] == [(True, "masked")]
+    halves = inputs._replace(key_pool=inputs.key_pool.bfloat16(), value_pool=inputs.value_pool.bfloat16())
+    paged_attention(rows.query, halves)
+    assert [request.dtype for request in choices] == [torch.float32, torch.bfloat16]
+    context.use_backend("reference")
+    paged_attention(rows.query, inputs)
+    assert len(choices) == 3
+
+
+@pytest.mark.parametrize(
+    ("shuffle_seed", "chunks", "work"),
+    [(None, (0, 0), "dense"), (2, (0, 0), "fragmented"), (None, (0, 2), "ragged"), (2, (0, 2), "ragged")],
+)
+def test_kind_of_work(
+    choices: list[AttentionRequest], shuffle_seed: int | None, chunks: tuple[int, ...], work: str
+) -> None:
+    manager = make_manager(24, 72, max_sessions=2, shuffle_seed=shuffle_seed)
+    branches = [manager.open_session().branch() for _ in chunks]
+    for branch, count in zip(branches, chunks, strict=True):
+        for _ in range(count):
+            forward([branch], random_rows([branch], 24))
+    forward(branches, random_rows(branches, 24))
+    assert choices[-1].work == work
 
 
 # -- what is read ---------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from diffusers_ardiff.attention.backends import triton_paged
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_under_the_interpreter() -> None:
+@pytest.mark.parametrize("name", ["interpreted_triton.py", "interpreted_fused_write.py"])
+def test_kernels_under_the_interpreter(name: str) -> None:
     """In a process of their own: Triton decides to interpret when it is imported, for good."""
-    cases = Path(__file__).with_name("interpreted_triton.py")
+    cases = Path(__file__).with_name(name)
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

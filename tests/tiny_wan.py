@@ -58,9 +58,18 @@ def text_of(length: int = 7, rows: int = 1, seed: int = 2) -> torch.Tensor:
 class PagedRun:
     """Chunks of one or several sessions through a transformer with paged processors; lengths in frames."""
 
-    def __init__(self, transformer: Any, sink: int, window: int, *, backend: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        transformer: Any,
+        sink: int,
+        window: int,
+        *,
+        backend: str | None = None,
+        write: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.transformer = transformer
-        self.paged: PagedAttachment = attach_paged_attention(transformer, backend=backend)
+        self.paged: PagedAttachment = attach_paged_attention(transformer, backend=backend, write=write)
         geometry = self.paged.geometry
         kwargs = {"layers": geometry.num_layers, "heads": geometry.num_heads, "head_dim": geometry.head_dim, **kwargs}
         self.manager = make_manager(TOKENS * sink, TOKENS * window, **kwargs)
@@ -79,8 +88,10 @@ class PagedRun:
         """One forward of all branches as rows."""
         frames = latents.shape[2]
         context = PagedForwardContext(self.branches, num_tokens=TOKENS * frames)
+        place = (context.storage.device, self.transformer.dtype)
+        latents, text = latents.to(*place), text.to(*place)
         starts = [start // TOKENS for start in context.starts]
-        rotary = self.rope([range(s, s + frames) for s in starts], HEIGHT // 2, WIDTH // 2)
+        rotary = self.rope([range(s, s + frames) for s in starts], HEIGHT // 2, WIDTH // 2, device=latents.device)
         text_kv = self.paged.compute_text_kv(text) if bind_text else None
         with context, self.paged.bind(context, rotary, text_kv):
             out = run_host(self.transformer, latents, timestep, text)
@@ -91,7 +102,7 @@ class PagedRun:
 
 def run_host(transformer: Any, latents: torch.Tensor, timestep: float, text: torch.Tensor) -> torch.Tensor:
     """A plain forward at one timestep."""
-    times = torch.full((len(latents),), float(timestep))
+    times = torch.full((len(latents),), float(timestep), device=latents.device)
     with torch.no_grad():
         return transformer(latents, times, text, return_dict=False)[0]
 

@@ -1,6 +1,10 @@
 """``paged_write_attn``: write the new rows' K and V into their slots, then attend. One opaque node for the compiler.
 
-The schema mutates exactly the two pools. What varies between forwards is a tensor's value, never a Python number.
+``paged_norm_rope_write_attn`` is the same with norm and rotation in the kernel that writes. The schemas mutate exactly
+the two pools. What varies between forwards is a tensor's value, never a Python number.
+
+The ops look up host-side facts of their forward by a handle, so nothing that replays kernels may record them: their tag
+makes Inductor (``mode="reduce-overhead"``) cut its CUDA graphs around them instead of giving them up.
 """
 
 from __future__ import annotations
@@ -10,20 +14,36 @@ from dataclasses import replace
 import torch
 
 from ..context import LaunchPlan, PagedLayerInputs, find_launch_plan
+from ..rope import Rotary
 from .keys import layout_from_tensors, write_rows
-from .registry import AttentionBackend, AttentionRequest, select_backend
+from .registry import AttentionBackend, AttentionRequest, Work, select_backend
+from .writing import QKNorm, fused_write_refusals
 
-__all__ = ["paged_attention", "paged_write_attn"]
+__all__ = ["paged_attention", "paged_norm_rope_write_attn", "paged_write_attn"]
 
 WRITE_ATTN_SCHEMA = (
     "(Tensor query, Tensor k_curr, Tensor v_curr, Tensor? k_act, Tensor? v_act, Tensor(a!) key_pool, "
     "Tensor(b!) value_pool, Tensor slot_mapping, Tensor block_table, Tensor seq_lens, Tensor layer_index, "
     "Tensor launch, float softmax_scale) -> Tensor"
 )
+NORM_ROPE_WRITE_ATTN_SCHEMA = (
+    "(Tensor query, Tensor keys, Tensor values, Tensor query_weight, Tensor key_weight, Tensor cos, Tensor sin, "
+    "Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor slot_mapping, Tensor block_table, Tensor seq_lens, "
+    "Tensor layer_index, Tensor launch, float norm_eps, float softmax_scale) -> Tensor"
+)
 ATTN_SCHEMA = (
     "(Tensor query, Tensor key_pool, Tensor value_pool, Tensor block_table, Tensor seq_lens, Tensor layer_index, "
     "Tensor launch, float softmax_scale) -> Tensor"
 )
+TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+def _work_of(plan: LaunchPlan) -> Work:
+    if plan.mask is not None:
+        return "masked"
+    if len({row.seq_len for row in plan.rows}) > 1:
+        return "ragged"
+    return "fragmented" if any(row.base_slot is None for row in plan.rows) else "dense"
 
 
 def _choose(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan) -> AttentionBackend:
@@ -33,9 +53,13 @@ def _choose(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan) -> 
         head_dim=inputs.key_pool.shape[-1],
         page_size=plan.page_size,
         is_hip=query.is_cuda and torch.version.hip is not None,
+        work=_work_of(plan),
         needs_mask=plan.mask is not None,
     )
-    return select_backend(request, plan.backend)
+    key = (request, plan.backend)
+    if key not in plan.choices:
+        plan.choices[key] = select_backend(*key)
+    return plan.choices[key]
 
 
 def _plan_of(inputs: PagedLayerInputs) -> LaunchPlan:
@@ -77,7 +101,7 @@ def _check_rows(query: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, i
 
 
 @torch.library.custom_op(
-    "diffusers_ardiff::paged_write_attn", mutates_args=("key_pool", "value_pool"), schema=WRITE_ATTN_SCHEMA
+    "diffusers_ardiff::paged_write_attn", mutates_args=("key_pool", "value_pool"), schema=WRITE_ATTN_SCHEMA, tags=TAGS
 )
 def _write_attn_op(
     query: torch.Tensor,
@@ -111,7 +135,52 @@ def _write_attn_fake(query: torch.Tensor, *args: object) -> torch.Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("diffusers_ardiff::paged_attn", mutates_args=(), schema=ATTN_SCHEMA)
+@torch.library.custom_op(
+    "diffusers_ardiff::paged_norm_rope_write_attn",
+    mutates_args=("key_pool", "value_pool"),
+    schema=NORM_ROPE_WRITE_ATTN_SCHEMA,
+    tags=TAGS,
+)
+def _norm_rope_write_attn_op(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    layer_index: torch.Tensor,
+    launch: torch.Tensor,
+    norm_eps: float,
+    softmax_scale: float,
+) -> torch.Tensor:
+    refusals = fused_write_refusals(query.device.type, query.dtype, query.shape[-1])
+    if refusals:
+        raise ValueError("the fused write cannot serve this call: " + "; ".join(refusals) + ".")
+    from .kernels.rope_write import norm_rope_write
+
+    inputs = PagedLayerInputs(key_pool, value_pool, slot_mapping, block_table, seq_lens, layer_index, launch)
+    plan = _plan_of(inputs)
+    backend = _choose(query, inputs, plan)
+    _check_rows(query, keys, values, inputs)
+    _check_queries(query, inputs, plan)
+    norm = QKNorm(query_weight, key_weight, norm_eps)
+    rotated = norm_rope_write(inputs, query, keys, values, (cos, sin), norm)
+    plan.written_layers.add(int(layer_index))
+    return _attend(rotated, inputs, plan, backend, softmax_scale)
+
+
+@_norm_rope_write_attn_op.register_fake
+def _norm_rope_write_attn_fake(query: torch.Tensor, *args: object) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("diffusers_ardiff::paged_attn", mutates_args=(), schema=ATTN_SCHEMA, tags=TAGS)
 def _attn_op(
     query: torch.Tensor,
     key_pool: torch.Tensor,
@@ -174,6 +243,36 @@ def paged_write_attn(
         inputs.layer_index,
         inputs.launch,
         scale,
+    )
+
+
+def paged_norm_rope_write_attn(
+    inputs: PagedLayerInputs,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotary: Rotary,
+    norm: QKNorm,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """``paged_write_attn`` of projections: queries and keys are normalised and rotated by the kernel that writes.
+
+    Args:
+        inputs: this layer's tensors, from a prepared forward context without extra rows.
+        query, keys, values: (R, L, H, D) of one dtype, as projected; strided chunks of one projection are read in place.
+        rotary: cos and sin, (1 or R, L, 1, D) float32, every angle twice in a row.
+        norm: weights and eps.
+        softmax_scale: D ** -0.5 by default.
+
+    Returns: (R, L, H, D) in the query's dtype.
+
+    Raises:
+        ValueError: the fused kernel refuses (``fused_write_refusals``), shapes differ from what the context announced,
+            or no backend can do the call; before any write.
+    """
+    scale = softmax_scale if softmax_scale is not None else query.shape[-1] ** -0.5
+    return torch.ops.diffusers_ardiff.paged_norm_rope_write_attn(
+        query, keys, values, norm.query_weight, norm.key_weight, *rotary, *inputs, norm.eps, scale
     )
 
 

@@ -6,8 +6,9 @@ nothing falls back in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -18,18 +19,30 @@ AttendFn = Callable[[torch.Tensor, PagedLayerInputs, LaunchPlan, float], torch.T
 
 DEFAULT_PAGE_SIZE = 16
 
+Work = Literal["dense", "fragmented", "ragged", "masked"]
+"""What the measured order depends on: rows of one length that are one view of the pool; rows of one length of which some
+are fragmented; rows of different lengths; a piecewise mask, however rows lie."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
-    """What a call needs. ``is_hip``: the device is ROCm (its tensors say ``is_cuda``)."""
+    """What a call needs.
+
+    Args:
+        is_hip: the device is ROCm (its tensors say ``is_cuda``).
+        work: how its rows lie; only the order of choice depends on it.
+        needs_device_lengths: the launches will be replayed at other lengths, so they must read them on the device.
+    """
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
     page_size: int
     is_hip: bool = False
+    work: Work = "dense"
     needs_mask: bool = False
     needs_lse: bool = False
+    needs_device_lengths: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,7 @@ class AttentionBackend:
         name: how users ask for it.
         attend: the function; reads only.
         rank: measured order, the lowest that can do a call is chosen.
+        rank_for: another rank for some kinds of work.
         device_types: torch device types it runs on.
         on_hip: whether it runs on ROCm.
         dtypes: K/V dtypes.
@@ -47,6 +61,7 @@ class AttentionBackend:
         head_dims: allowed head sizes; None: any.
         masks: honours the plan's ``mask``, piecewise causal / full.
         lse: can return the log-sum-exp.
+        device_lengths: its launches read lengths on the device, so a captured graph serves a window that fills.
         unavailable: says why this machine cannot run it now (a missing library, another device), None where it can.
     """
 
@@ -60,6 +75,8 @@ class AttentionBackend:
     head_dims: frozenset[int] | None = None
     masks: bool = False
     lse: bool = False
+    device_lengths: bool = False
+    rank_for: Mapping[Work, int] = field(default_factory=dict, hash=False)
     unavailable: Callable[[], str | None] | None = None
 
     def refusals(self, request: AttentionRequest) -> list[str]:
@@ -75,6 +92,7 @@ class AttentionBackend:
             ),
             (not request.needs_mask or self.masks, "honours no piecewise mask"),
             (not request.needs_lse or self.lse, "returns no log-sum-exp"),
+            (not request.needs_device_lengths or self.device_lengths, "takes lengths from the host"),
         ]
         reasons = [reason for ok, reason in checks if not ok]
         missing = self.unavailable() if self.unavailable is not None else None
@@ -95,9 +113,9 @@ def register_backend(backend: AttentionBackend) -> AttentionBackend:
     return backend
 
 
-def list_backends() -> list[AttentionBackend]:
-    """All backends in their measured order."""
-    return sorted(_backends.values(), key=lambda backend: backend.rank)
+def list_backends(work: Work = "dense") -> list[AttentionBackend]:
+    """All backends in their measured order for a kind of work."""
+    return sorted(_backends.values(), key=lambda backend: backend.rank_for.get(work, backend.rank))
 
 
 def get_backend(name: str) -> AttentionBackend:
@@ -117,7 +135,7 @@ def select_backend(request: AttentionRequest, name: str | None = None) -> Attent
     Raises:
         ValueError: the named backend is unknown or cannot do the call, or none can; the message says why.
     """
-    candidates = list_backends() if name is None else [get_backend(name)]
+    candidates = list_backends(request.work) if name is None else [get_backend(name)]
     reasons = []
     for backend in candidates:
         refusals = backend.refusals(request)

@@ -1,4 +1,4 @@
-"""``paged_write_attn`` in the steady state of a rollout: the window full, the ring wrapped, one row."""
+"""``paged_write_attn`` in the steady state of a rollout: the window full, the ring wrapped; one row, or ragged ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention import AttentionRequest, list_backends, paged_write_attn
-from ..attention.keys import write_rows
 from ..cache import Branch, KVManager, KVShape, RingGeometry
-from ..context import LaunchPlan, PagedForwardContext, PagedLayerInputs, find_launch_plan
+from ..context import PagedForwardContext, PagedLayerInputs
 from .bare import bare_kernels
 from .timing import Timing, Variant, time_interleaved
 
@@ -23,7 +22,14 @@ FORWARDS_A_CHUNK = 5
 
 @dataclass(frozen=True, kw_only=True)
 class OpCase:
-    """Shapes of one measurement. ``num_keys`` is the whole window: sink, history and the chunk's own rows."""
+    """Shapes of one measurement.
+
+    Args:
+        num_keys: the whole window: sink, history and the chunk's own rows.
+        rows: sessions as rows of one call. Beyond one they are ragged: row i of n sees about (i + 1) / n of the window.
+        fragmented: pages in random order.
+        masked: the chunk's thirds are full spans, causal among each other.
+    """
 
     num_heads: int
     head_dim: int
@@ -33,8 +39,12 @@ class OpCase:
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     fragmented: bool = False
+    rows: int = 1
+    masked: bool = False
 
     def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"a measurement takes one row or more, got {self.rows}.")
         if not 1 <= self.num_queries <= self.num_keys - self.sink_tokens:
             raise ValueError(
                 f"{self.num_queries} queries do not fit into a window of {self.num_keys - self.sink_tokens} tokens: "
@@ -44,8 +54,10 @@ class OpCase:
     @property
     def label(self) -> str:
         """Short name for tables and plots."""
-        pages = ", fragmented" if self.fragmented else ""
-        return f"{self.num_heads} x {self.head_dim}, q {self.num_queries}, kv {self.num_keys}{pages}"
+        kinds = [f"{self.rows} ragged rows"] * (self.rows > 1)
+        kinds += ["fragmented"] * self.fragmented + ["masked"] * self.masked
+        shape = f"{self.num_heads} x {self.head_dim}, q {self.num_queries}, kv {self.num_keys}"
+        return ", ".join([shape, *kinds])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -64,6 +76,14 @@ def anchor_cases(dtype: torch.dtype = torch.bfloat16) -> list[OpCase]:
     ]
 
 
+def order_cases(dtype: torch.dtype = torch.bfloat16) -> list[OpCase]:
+    """The kinds of work whose order of backends is set apart: dense, fragmented, ragged, masked, and both of these."""
+    base = OpCase(num_heads=12, head_dim=128, num_queries=4680, num_keys=32760, dtype=dtype)
+    ragged, masked = replace(base, rows=3), replace(base, masked=True)
+    scattered = [replace(case, fragmented=True) for case in (base, ragged, masked)]
+    return [base, ragged, masked, *scattered]
+
+
 def usable_backends(case: OpCase, device: torch.device) -> list[str]:
     """Backends that can serve a case here, the float32 reference left out: it would take minutes."""
     request = AttentionRequest(
@@ -72,12 +92,13 @@ def usable_backends(case: OpCase, device: torch.device) -> list[str]:
         head_dim=case.head_dim,
         page_size=case.page_size,
         is_hip=device.type == "cuda" and torch.version.hip is not None,
+        needs_mask=case.masked,
     )
     return [b.name for b in list_backends() if b.name != "reference" and not b.refusals(request)]
 
 
 class OpRows(NamedTuple):
-    """New tokens of a forward, (1, L, H, D) each."""
+    """New tokens of a forward, (R, L, H, D) each."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -85,7 +106,7 @@ class OpRows(NamedTuple):
 
 
 class SteadyState:
-    """One branch a backend in the steady state, and random inputs. Close it to give the pools back."""
+    """One forward a backend in the steady state, and random inputs. Close it to give the pools back."""
 
     def __init__(self, case: OpCase, backends: Sequence[str], device: torch.device) -> None:
         self.case = case
@@ -98,7 +119,7 @@ class SteadyState:
         self.manager = KVManager(
             geometry,
             shape,
-            max_sessions=len(backends),
+            max_sessions=len(backends) * case.rows,
             dtype=case.dtype,
             device=device,
             shuffle_seed=0 if case.fragmented else None,
@@ -107,19 +128,33 @@ class SteadyState:
         for pool in (*storage.key_pools, *storage.value_pools):
             pool.normal_()
         self.contexts = {name: self._open_context(name) for name in backends}
-        size = (1, case.num_queries, case.num_heads, case.head_dim)
+        size = (case.rows, case.num_queries, case.num_heads, case.head_dim)
         self.rows = [
             OpRows(*(torch.randn(size, dtype=case.dtype, device=device) for _ in range(3))) for _ in range(NUM_LAYERS)
         ]
 
     def _open_context(self, backend: str) -> PagedForwardContext:
-        branch = self.manager.open_session().branch()
-        while branch.committed_tokens < self.case.num_keys:
-            self._forward(branch).mark_committed()
-        return self._forward(branch, backend)
+        case = self.case
+        branches = [self.manager.open_session().branch() for _ in range(case.rows)]
+        for index, branch in enumerate(branches):
+            committed = case.num_keys * (index + 1) // case.rows - (case.num_queries if index + 1 < case.rows else 0)
+            while branch.committed_tokens < committed:
+                self._forward([branch]).mark_committed()
+        return self._forward(branches, backend, self._spans(branches) if case.masked else None)
 
-    def _forward(self, branch: Branch, backend: str | None = None) -> PagedForwardContext:
-        return PagedForwardContext([branch], num_tokens=self.case.num_queries, backend=backend).prepare()
+    def _spans(self, branches: Sequence[Branch]) -> list[list[tuple[int, int]]]:
+        third = max(1, self.case.num_queries // 3)
+        steps = range(0, self.case.num_queries, third)
+        return [[(b.committed_tokens + s, b.committed_tokens + s + third) for s in steps] for b in branches]
+
+    def _forward(
+        self,
+        branches: Sequence[Branch],
+        backend: str | None = None,
+        spans: list[list[tuple[int, int]]] | None = None,
+    ) -> PagedForwardContext:
+        num_tokens = self.case.num_queries
+        return PagedForwardContext(branches, num_tokens=num_tokens, backend=backend, full_attn_spans=spans).prepare()
 
     def inputs(self, backend: str, index: int) -> PagedLayerInputs:
         """Layer inputs of a repeat."""
@@ -135,12 +170,13 @@ class SteadyState:
 
     def op_with_new_history(self, backend: str) -> Variant:
         """The op as the first step of a chunk calls it: a fragmented window is gathered whole."""
-        op, branch = self.op(backend), self.contexts[backend].branches[0]
+        op, branches = self.op(backend), self.contexts[backend].branches
 
         def call(index: int) -> object:
             staging = self.manager.storage.staging
-            if staging is not None and branch.staging_row is not None:
-                staging.held[index % NUM_LAYERS][branch.staging_row] = None
+            for branch in branches:
+                if staging is not None and branch.staging_row is not None:
+                    staging.held[index % NUM_LAYERS][branch.staging_row] = None
             return op(index)
 
         return call
@@ -157,8 +193,10 @@ def measure_op(
 ) -> dict[str, Any]:
     """Time the op with each backend, and each dense kernel alone, in turns.
 
-    Returns: ``{"case", "dense": {kernel: times}, "op": {backend: times and ratios to each kernel}}``. A fragmented case
-    also has ``first_ms`` (the window gathered whole) and ``chunk_mean_ms`` over five forwards.
+    Returns: ``{"case", "dense": {kernel: times}, "op": {backend: times and ratios to each kernel}, "order"}``. A
+    fragmented case also has ``first_ms`` (the window gathered whole) and ``chunk_mean_ms`` over five forwards. Ragged and
+    masked cases have no dense kernel that does the same work, so no ``dense`` and no ratios. ``order``: the backends, the
+    fastest first, what ``rank`` and ``rank_for`` should say.
 
     Raises:
         ValueError: a named backend is unknown or cannot serve the case.
@@ -166,7 +204,7 @@ def measure_op(
     names = list(backends) if backends is not None else usable_backends(case, device)
     state = SteadyState(case, names, device)
     try:
-        dense = _bare_variants(case, device)
+        dense = {} if case.masked or case.rows > 1 else _bare_variants(case, device)
         variants: dict[str, Variant] = {f"dense/{name}": call for name, call in dense.items()}
         variants |= {f"op/{name}": state.op(name) for name in names}
         if case.fragmented:
@@ -175,11 +213,13 @@ def measure_op(
     finally:
         state.close()
     bare = {name: times[f"dense/{name}"] for name in dense}
+    results = {name: _op_result(times[f"op/{name}"], times.get(f"first/{name}"), bare) for name in names}
     return {
         "case": case.to_dict(),
         "label": case.label,
         "dense": {name: asdict(timing) for name, timing in bare.items()},
-        "op": {name: _op_result(times[f"op/{name}"], times.get(f"first/{name}"), bare) for name in names},
+        "op": results,
+        "order": sorted(names, key=lambda name: results[name].get("chunk_mean_ms", results[name]["median_ms"])),
     }
 
 
@@ -205,29 +245,3 @@ def _op_result(steady: Timing, first: Timing | None, dense: dict[str, Timing]) -
         result |= {"first_ms": first.median_ms, "chunk_mean_ms": a_forward}
     result["ratio"] = {name: a_forward / timing.median_ms for name, timing in dense.items()}
     return result
-
-
-def measure_write(case: OpCase, *, device: torch.device, warmup: int = 10, repeats: int = 50) -> dict[str, Any]:
-    """Time writing one chunk's keys and values: as the op does it, and as one scatter.
-
-    Returns: ``{"case", "write": {way: times and GB/s read and written}}``.
-    """
-    state = SteadyState(case, ["sdpa"], device)
-    plan = find_launch_plan(int(state.inputs("sdpa", 0).launch[1]))
-    if plan is None:
-        raise RuntimeError("the forward context has no launch plan.")
-    scattered = replace(plan, rows=tuple(replace(row, base_slot=None) for row in plan.rows))
-
-    def write(used: LaunchPlan) -> Variant:
-        return lambda i: write_rows(
-            state.inputs("sdpa", i), used, state.rows[i % NUM_LAYERS].keys, state.rows[i % NUM_LAYERS].values
-        )
-
-    try:
-        variants = {"op": write(plan), "scatter": write(scattered)}
-        times = time_interleaved(variants, device=device, warmup=warmup, repeats=repeats)
-    finally:
-        state.close()
-    moved = 4 * state.rows[0].query.numel() * case.dtype.itemsize
-    results = {name: asdict(t) | {"gb_per_s": moved / t.median_ms / 1e6} for name, t in times.items()}
-    return {"case": case.to_dict(), "label": case.label, "write": results}

@@ -31,6 +31,7 @@ class KVManager:
         side_state: bytes of a session beside its pages, counted in the plan.
         shuffle_seed: hand out pages in a seeded random order (tests of fragmented pools).
         backend: name of the attention backend that calls with this pool use; None: chosen by capability. Only kept.
+        write: name of who writes in calls with this pool; None: by measurement. Only kept.
         evict: what to do where an open, a fork or an onload finds the pool full. None: refuse. "offload": offload the
             least recently used idle sessions; each has to be onloaded before its next forward.
 
@@ -52,12 +53,14 @@ class KVManager:
         side_state: SideState | None = None,
         shuffle_seed: int | None = None,
         backend: str | None = None,
+        write: str | None = None,
         evict: Literal["offload"] | None = None,
     ) -> None:
         if evict not in ("offload", None):
             raise ValueError(f'evict must be "offload" or None, got {evict!r}.')
         self.evict = evict
         self.backend = backend
+        self.write = write
         self.geometry = geometry
         self.plan: MemoryPlan = plan_memory(
             geometry,

@@ -169,7 +169,9 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, Wan
         options = cache_options(cache)
         check_models(self)
         factor = self.vae_scale_factor_spatial
-        geometry = self.paged_attachment(options.backend).geometry
+        attachment = self.paged_attachment(options.backend, options.write)
+        attachment.choose_write(self._execution_device.type, options.kv_dtype or self.transformer.dtype)
+        geometry = attachment.geometry
         check_size(height, width, factor * geometry.patch_size[1], factor * geometry.patch_size[2])
         return CachePlanner(
             geometry=geometry,
@@ -188,15 +190,15 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, Wan
             device=self._execution_device,
         )
 
-    def paged_attachment(self, backend: str | None = None) -> PagedAttachment:
+    def paged_attachment(self, backend: str | None = None, write: str | None = None) -> PagedAttachment:
         """The paged processors of the transformer, the same objects every time, so that compiled code stays valid.
 
         New ones where the transformer or one of its blocks was replaced.
         """
         known = self._attachment
         fits = known is not None and known.transformer is self.transformer and known.covers_all_blocks
-        if known is None or not fits or known.backend != backend:
-            self._attachment = known = PagedAttachment(self.transformer, backend=backend)
+        if known is None or not fits or (known.backend, known.write) != (backend, write):
+            self._attachment = known = PagedAttachment(self.transformer, backend=backend, write=write)
         return known
 
     # -- generation ----------------------------------------------------------------------------------------------

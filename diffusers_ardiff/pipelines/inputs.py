@@ -39,6 +39,8 @@ class CacheOptions:
         page_size: slots a page; None: 16 if the attention backend accepts it, else the smallest it does.
         kv_dtype: dtype of keys and values; None: the transformer's.
         backend: attention backend by name; None: chosen by capability and measured order.
+        write: who normalises, rotates and writes, "fused" or "torch"; None: the measured choice. See
+            ``attach_paged_attention``.
         limit_bytes: refuse to allocate more than this for the call's sessions.
         shuffle_seed: fragment the pool on purpose.
     """
@@ -46,18 +48,24 @@ class CacheOptions:
     page_size: int | None = None
     kv_dtype: torch.dtype | None = None
     backend: str | None = None
+    write: str | None = None
     limit_bytes: int | None = None
     shuffle_seed: int | None = None
 
 
 def cache_options(cache: CacheOptions | KVManager | None) -> CacheOptions:
-    """The options of a call; a given pool dictates page size, dtype and backend.
+    """The options of a call; a given pool dictates page size, dtype, backend and write.
 
     Raises:
         TypeError: something else was given.
     """
     if isinstance(cache, KVManager):
-        return CacheOptions(page_size=cache.geometry.page_size, kv_dtype=cache.storage.dtype, backend=cache.backend)
+        return CacheOptions(
+            page_size=cache.geometry.page_size,
+            kv_dtype=cache.storage.dtype,
+            backend=cache.backend,
+            write=cache.write,
+        )
     if cache is not None and not isinstance(cache, CacheOptions):
         raise TypeError(
             f"`cache` must be CacheOptions, such as CacheOptions(limit_bytes=...), or a pool from pipe.create_cache(), "

@@ -154,6 +154,7 @@ class CachePlanner:
             side_state=self.side_state(),
             shuffle_seed=self.options.shuffle_seed,
             backend=self.options.backend,
+            write=self.options.write,
         )
 
     def check_manager(self, manager: KVManager) -> None:

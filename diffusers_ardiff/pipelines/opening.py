@@ -245,7 +245,7 @@ def open_stream(
 def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
     a, planner = call.arguments, call.planner
     manager = a.cache if isinstance(a.cache, KVManager) else planner.build()
-    attachment = pipeline.paged_attachment(planner.options.backend)
+    attachment = pipeline.paged_attachment(planner.options.backend, planner.options.write)
     rollout = Rollout(attachment, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
     rollout.control_hook, rollout.controls = a.control_hook, a.controls
     return rollout

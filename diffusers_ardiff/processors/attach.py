@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..attention import get_backend
+from ..attention import WriteChoice, check_write_name, choose_write, fused_write_refusals, get_backend
 from ..cache import KVShape, TextKV
 from ..context import PagedForwardContext
 from ..rope import Rotary
-from .wan import HostSettings, PagedWanCrossAttnProcessor, PagedWanSelfAttnProcessor, project_text
+from .wan import HostSettings, PagedWanCrossAttnProcessor, PagedWanSelfAttnProcessor, norm_refusals, project_text
 
 _ATTN_PARTS = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k", "heads", "set_processor")
 
@@ -68,9 +68,10 @@ class PagedAttachment:
     inputs of one forward.
     """
 
-    def __init__(self, transformer: Any, *, backend: str | None = None) -> None:
+    def __init__(self, transformer: Any, *, backend: str | None = None, write: str | None = None) -> None:
         self.transformer = transformer
         self.backend = get_backend(backend).name if backend is not None else None
+        self.write = check_write_name(write)
         blocks = _wan_blocks(transformer)
         self._attn = [(block.attn1, block.attn2) for block in blocks]
         self._processors = [
@@ -155,6 +156,11 @@ class PagedAttachment:
         known = [attn for attn, _ in self._pairs()]
         return len(found) == len(known) and all(a is b for a, b in zip(found, known, strict=True))
 
+    @property
+    def _is_compiled(self) -> bool:
+        modules = (self.transformer, *self.transformer.blocks)
+        return any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
+
     def _check_unchanged(self) -> None:
         if not self.covers_all_blocks:
             raise RuntimeError(
@@ -191,7 +197,7 @@ class PagedAttachment:
         Raises:
             RuntimeError: not attached, another forward is bound, processors or blocks were swapped, or, at the end, a
                 layer has written no keys, so the forward must not be committed.
-            ValueError: context and attachment name different backends.
+            ValueError: context and attachment name different backends, or the fused write is named and cannot serve.
         """
         if not self._attached:
             raise RuntimeError("attach the paged processors before binding a forward to them.")
@@ -200,10 +206,14 @@ class PagedAttachment:
         self._check_unchanged()
         if self.backend is not None:
             context.use_backend(self.backend)
+        write = self.choose_write(context.storage.device.type, context.storage.dtype)
+        if self._is_compiled:
+            # Inductor's CUDA graphs would else take each compiled block for a step, and free what the last one returned.
+            torch.compiler.cudagraph_mark_step_begin()
         try:
             self._rope.rotary = rotary
             for layer, (self_attn, cross_attn) in enumerate(self._processors):
-                self_attn.inputs = context.layer_inputs(layer)
+                self_attn.inputs, self_attn.write = context.layer_inputs(layer), write
                 cross_attn.text = text.layers[layer] if text is not None else None
             yield
         finally:
@@ -212,6 +222,30 @@ class PagedAttachment:
                 self_attn.inputs = None
                 cross_attn.text = None
         self._check_all_written(context)
+
+    def fused_write_refusals(self, device_type: str, dtype: torch.dtype) -> list[str]:
+        """Why one kernel cannot normalise and rotate in this transformer and write to pools of that dtype; empty: it can.
+
+        The device first, and if it can, the first layer whose norms refuse.
+        """
+        geometry = self.geometry
+        reasons = fused_write_refusals(device_type, dtype, geometry.head_dim)
+        if reasons:
+            return reasons
+        for layer, (attn1, _) in enumerate(self._attn):
+            found = norm_refusals(attn1, geometry.num_heads * geometry.head_dim)
+            if found:
+                return [f"layer {layer}: {reason}" for reason in found]
+        return []
+
+    def choose_write(self, device_type: str, dtype: torch.dtype) -> WriteChoice:
+        """Who normalises, rotates and writes, in eager and in compiled regions; one choice for all layers.
+
+        Raises:
+            ValueError: the fused write is named and cannot serve.
+        """
+        refusals = [] if self.write == "torch" else self.fused_write_refusals(device_type, dtype)
+        return choose_write(self.write, refusals)
 
     def _check_all_written(self, context: PagedForwardContext) -> None:
         unwritten = [layer for layer in context.unwritten_layers if layer < len(self._attn)]
@@ -250,7 +284,9 @@ class PagedAttachment:
         return TextKV(tuple(project_text(attn2, text_states, image_states) for _, attn2 in self._attn))
 
 
-def attach_paged_attention(transformer: Any, *, backend: str | None = None) -> PagedAttachment:
+def attach_paged_attention(
+    transformer: Any, *, backend: str | None = None, write: str | None = None
+) -> PagedAttachment:
     """Swap paged attention into a Wan-family transformer, found by structure.
 
         with attach_paged_attention(transformer) as paged, PagedForwardContext([branch], num_tokens=n) as forward:
@@ -260,14 +296,16 @@ def attach_paged_attention(transformer: Any, *, backend: str | None = None) -> P
     Args:
         transformer: ``WanTransformer3DModel`` or a model built like it.
         backend: attention backend by name; None: chosen by capability and measured order.
+        write: who normalises, rotates and writes: "fused" (one Triton kernel), "torch"; None: the measured choice, torch
+            where the kernel cannot serve. Either way ``PagedAttachment.choose_write`` says which.
 
     Returns: the attachment, attached. Use it as a context manager, or call ``detach()``.
 
     Raises:
         TypeError: the model lacks a part; the message lists them.
-        ValueError: unknown backend.
+        ValueError: unknown backend or way to write.
     """
-    attachment = PagedAttachment(transformer, backend=backend)
+    attachment = PagedAttachment(transformer, backend=backend, write=write)
     attachment._swap_in()
     return attachment
 

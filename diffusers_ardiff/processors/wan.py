@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-from ..attention import paged_write_attn
+from ..attention import QKNorm, WriteChoice, paged_norm_rope_write_attn, paged_write_attn
+from ..attention.writing import FUSED_DTYPES, TORCH_WRITE
 from ..cache.text import TextLayerKV
 from ..context import PagedLayerInputs
 from ..rope import Rotary, apply_rotary
@@ -41,9 +42,13 @@ class HostSettings:
 
 
 class PagedWanSelfAttnProcessor(HostSettings):
-    """Self-attention over the paged cache; ``inputs`` is bound for the length of one forward."""
+    """Self-attention over the paged cache; ``inputs`` is bound for the length of one forward.
+
+    ``write`` says who normalises, rotates and writes; whoever sets it has asked ``norm_refusals`` before.
+    """
 
     inputs: PagedLayerInputs | None = None
+    write: WriteChoice = TORCH_WRITE
 
     def __call__(
         self,
@@ -68,14 +73,17 @@ class PagedWanSelfAttnProcessor(HostSettings):
                 "paged self-attention takes no dense attention_mask: the window decides what is visible, and the forward "
                 "context's full_attn_spans."
             )
+        heads = (attn.heads, -1)
         query, key, value = _project_qkv(attn, hidden_states)
-        query = attn.norm_q(query).unflatten(2, (attn.heads, -1))
-        key = attn.norm_k(key).unflatten(2, (attn.heads, -1))
-        value = value.unflatten(2, (attn.heads, -1))
+        is_fused = self.write.compiled if torch.compiler.is_compiling() else self.write.eager
+        if is_fused and rotary_emb is not None:
+            states = (query.unflatten(2, heads), key.unflatten(2, heads), value.unflatten(2, heads))
+            norm = QKNorm(attn.norm_q.weight, attn.norm_k.weight, attn.norm_q.eps)
+            return _project_out(attn, paged_norm_rope_write_attn(self.inputs, *states, rotary_emb, norm))
+        query, key = attn.norm_q(query).unflatten(2, heads), attn.norm_k(key).unflatten(2, heads)
         if rotary_emb is not None:
             query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
-        out = paged_write_attn(self.inputs, query, key, value)
-        return _project_out(attn, out)
+        return _project_out(attn, paged_write_attn(self.inputs, query, key, value.unflatten(2, heads)))
 
 
 class PagedWanCrossAttnProcessor(HostSettings):
@@ -103,6 +111,35 @@ class PagedWanCrossAttnProcessor(HostSettings):
         if text.image_key is not None and text.image_value is not None:
             out = out + dispatch_attention_fn(query, text.image_key, text.image_value, backend=self._attention_backend)
         return _project_out(attn, out)
+
+
+def norm_refusals(attn: Any, dim: int) -> list[str]:
+    """Why the fused write cannot stand in for a layer's query and key norms, a phrase each; empty: it can.
+
+    It reads their weights without calling them, so a norm that something hangs on (offloading brings weights along
+    with the call) is refused.
+
+    Args:
+        attn: a Wan self-attention module.
+        dim: heads times head size; norms must be over all of it.
+    """
+    reasons = []
+    for name in ("norm_q", "norm_k"):
+        norm = getattr(attn, name)
+        if type(norm) is not torch.nn.RMSNorm or tuple(norm.normalized_shape) != (dim,):
+            reasons.append(f"{name} is no torch.nn.RMSNorm over {dim} channels")
+        elif norm.weight is None or norm.weight.dtype not in FUSED_DTYPES or norm.eps is None:
+            reasons.append(f"{name} has no eps or no weights of a dtype the kernel takes")
+        elif _is_hooked(norm):
+            reasons.append(f"{name} has hooks (offloading), which a kernel would pass by")
+    if not reasons and attn.norm_q.eps != attn.norm_k.eps:
+        reasons.append(f"norm_q and norm_k have different eps, {attn.norm_q.eps} and {attn.norm_k.eps}")
+    return reasons
+
+
+def _is_hooked(module: torch.nn.Module) -> bool:
+    is_wrapped = getattr(module.forward, "__func__", None) is not type(module).forward
+    return is_wrapped or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def project_text(attn: Any, text_states: torch.Tensor, image_states: torch.Tensor | None) -> TextLayerKV:

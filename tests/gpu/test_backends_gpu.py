@@ -38,6 +38,7 @@ def usable_backends() -> list[str]:
 
 BACKENDS = usable_backends()
 KERNELS = [name for name in BACKENDS if name != "reference"]
+FILLING = [backend.name for backend in list_backends() if backend.name in BACKENDS and backend.device_lengths]
 
 
 @pytest.fixture(autouse=True)
@@ -287,3 +288,37 @@ def test_graph_replays_equal_eager(backend: str) -> None:
             expected = layers([context.layer_inputs(index) for index in range(2)])
         context.mark_committed()
         assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize("backend", FILLING)
+@pytest.mark.parametrize("shuffle_seed", [None, 2])
+def test_one_graph_serves_every_fill_level(backend: str, shuffle_seed: int | None) -> None:
+    """Captured in the first chunk and replayed through fill, first overwrite and steady state: lengths and slots come
+    from tensors; each output equals explicit attention."""
+    branches = open_manager(24, 72, shuffle_seed=shuffle_seed).open_session().branches
+    history, rows = TokenHistory(24, 72), gpu_rows(branches, 24)
+    context = PagedForwardContext(branches, num_tokens=24, backend=backend).prepare()
+    static = StaticInputs(context)
+    paged_write_attn(static.layers[0], *rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = paged_write_attn(static.layers[0], *rows)
+    context.close()
+    lengths = set()
+    for _ in range(8):
+        for tensor, new in zip(rows, gpu_rows(branches, 24), strict=True):
+            tensor.copy_(new)
+        with PagedForwardContext(branches, num_tokens=24, backend=backend) as context:
+            lengths.add(context.spans[0].kv_len)
+            static.copy_from(context)
+            graph.replay()
+        context.mark_committed()
+        query, keys, values = (tensor[0] for tensor in rows)
+        assert relative_error(captured[0], history.attend(query, keys, values)) < TOLERANCE
+        history.commit(keys, values)
+    assert lengths == {24, 48, 72, 96}
+
+
+def test_some_backend_reads_lengths_on_the_device() -> None:
+    """Without one the test above would be a test of nothing."""
+    assert "triton" in FILLING

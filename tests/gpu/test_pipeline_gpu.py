@@ -14,17 +14,20 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def exact_float32() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
 
+@pytest.mark.parametrize("write", ["torch", "fused"])
 @pytest.mark.parametrize("shuffle_seed", [None, 11], ids=["contiguous", "shuffled"])
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_oracle_rollout_on_gpu(path: Path, shuffle_seed: int | None, tmp_path: Path) -> None:
+def test_oracle_rollout_on_gpu(path: Path, shuffle_seed: int | None, write: str, tmp_path: Path) -> None:
     config, tensors = read_oracle(path)
     pipe = build_pipeline(config, tensors, tmp_path).to("cuda")
     pipe.set_progress_bar_config(disable=True)
-    latents = run_oracle(pipe, config, tensors, page_size=16, shuffle_seed=shuffle_seed).cpu()
+    latents = run_oracle(pipe, config, tensors, page_size=16, shuffle_seed=shuffle_seed, write=write).cpu()
     expected = tensors["latents"]
     assert ((latents - expected).norm() / expected.norm()).item() <= MAX_RELATIVE_ERROR
 

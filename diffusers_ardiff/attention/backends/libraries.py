@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -109,19 +110,32 @@ def _flash3_library(name: str, module: ModuleType, *, paged: bool) -> Flash3Libr
 
 
 def _load_hub_kernel() -> ModuleType | None:
-    kernels = import_optional("kernels")
+    path = find_hub_snapshot()
+    kernels = import_optional("kernels") if path is not None else None
     if kernels is None:
         return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    for revision in ("v1", "main"):
-        try:
-            path = Path(snapshot_download(FLASH3_HUB_KERNEL, revision=revision, local_files_only=True))
-        except LocalEntryNotFoundError:
-            continue
-        package = {"package_name": "flash_attn3"} if accepts(kernels.get_local_kernel, "package_name") else {}
+    package = {"package_name": "flash_attn3"} if accepts(kernels.get_local_kernel, "package_name") else {}
+    try:
         return kernels.get_local_kernel(path, **package)
+    except (OSError, ValueError) as error:
+        raise ImportError(f"{FLASH3_HUB_KERNEL} in {path} has no build for this machine: {error}") from error
+
+
+def find_hub_snapshot() -> Path | None:
+    """The newest complete download of the hub kernel, None where there is none; nothing is downloaded.
+
+    The ``kernels`` package keeps it as a repository of type kernel, older ones as one of type model, and asks for a
+    commit, so no name of a version leads to it.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cache_dir = os.environ.get("KERNELS_CACHE") or os.environ.get("HF_KERNELS_CACHE") or HF_HUB_CACHE
+    folder = "--".join(FLASH3_HUB_KERNEL.split("/"))
+    for kind in ("kernels", "models"):
+        builds = (Path(cache_dir) / f"{kind}--{folder}" / "snapshots").glob("*/build")
+        newest = max(builds, key=lambda build: build.stat().st_mtime, default=None)
+        if newest is not None:
+            return newest.parent
     return None
 
 

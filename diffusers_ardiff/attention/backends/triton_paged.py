@@ -57,6 +57,7 @@ BACKEND = register_backend(
         head_dims=frozenset(range(1, 257)),
         masks=True,
         lse=True,
+        device_lengths=True,
         unavailable=unavailable,
     )
 )

@@ -7,22 +7,13 @@ rounded.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from ...context import PagedLayerInputs
 from ...rope import Rotary
-
-
-class QKNorm(NamedTuple):
-    """RMS norms across heads: ``query_weight``, ``key_weight`` (H * D,), as in ``torch.nn.RMSNorm(H * D, eps)``."""
-
-    query_weight: torch.Tensor
-    key_weight: torch.Tensor
-    eps: float
+from ..writing import FUSED_DTYPES, QKNorm
 
 
 @triton.jit
@@ -185,8 +176,10 @@ def _check(inputs: PagedLayerInputs, states: tuple[torch.Tensor, ...], rotary: R
     if len(shape) != 4 or any(tensor.shape != shape or tensor.dtype != states[0].dtype for tensor in states):
         raise ValueError(
             "query, keys and values must be (R, L, H, D) of one shape and dtype, got "
-            f"{[tuple(tensor.shape) for tensor in states]}."
+            f"{[tuple(tensor.shape) for tensor in states]} of {[tensor.dtype for tensor in states]}."
         )
+    if states[0].dtype not in FUSED_DTYPES:
+        raise ValueError(f"the kernel computes in float32, so it takes no {states[0].dtype}.")
     rows, num_tokens, heads, head_dim = shape
     if inputs.slot_mapping.shape[0] != rows or inputs.slot_mapping.shape[1] < num_tokens:
         raise ValueError(
