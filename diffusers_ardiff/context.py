@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -60,6 +60,23 @@ class PagedLayerInputs(NamedTuple):
     seq_lens: torch.Tensor
     layer_index: torch.Tensor
     launch: torch.Tensor
+
+
+class ForwardInputs(Protocol):
+    """Where processors take a forward's tensors from: a prepared context, or the fixed tensors of a captured forward."""
+
+    @property
+    def unwritten_layers(self) -> tuple[int, ...]:
+        """Layers that the forward has written nothing into so far."""
+        ...
+
+    def use_backend(self, name: str) -> None:
+        """Compute with the attention backend of that name; ValueError or RuntimeError where another one is set."""
+        ...
+
+    def layer_inputs(self, layer: int) -> Any:
+        """Tensors of one layer."""
+        ...
 
 
 class PagedForwardContext:
@@ -191,43 +208,18 @@ class PagedForwardContext:
                 )
 
     def _build_inputs(self) -> None:
-        storage = self.storage
-        self._plan = LaunchPlan(
-            page_size=storage.page_size,
-            rows=tuple(self._row_layout(b, s) for b, s in zip(self.branches, self.spans, strict=True)),
-            staging=storage.staging,
+        self._plan, self._inputs = build_layer_inputs(
+            self.branches,
+            self.spans,
             backend=self._backend,
             mask=self.mask,
-            branches=self.branches,
             written_layers=self._written_layers,
         )
-        slots = torch.stack(
-            [
-                storage.slots(torch.cat([torch.arange(r.start, r.stop) for r in row.written_ranges]), branch.run)
-                for row, branch in zip(self._plan.rows, self.branches, strict=True)
-            ]
-        )
-        tables = torch.tensor([branch.run.pages for branch in self.branches], dtype=torch.int32)
-        lengths = torch.tensor([row.seq_len for row in self._plan.rows], dtype=torch.int32)
-        slot_mapping, block_table, seq_lens = (upload(t, storage.device) for t in (slots, tables, lengths))
-        launch = register_launch_plan(self._plan)
-        self._inputs = [
-            PagedLayerInputs(keys, values, slot_mapping, block_table, seq_lens, layer_index, launch)
-            for keys, values, layer_index in zip(
-                storage.key_pools, storage.value_pools, storage.layer_indices, strict=True
-            )
-        ]
         self._prepared = True
 
-    def _row_layout(self, branch: Branch, span: ForwardSpan) -> RowLayout:
-        run = branch.run
-        return RowLayout(
-            seq_len=span.seq_len,
-            base_slot=run.pages[0] * self.storage.page_size if run.is_contiguous else None,
-            staging_row=branch.staging_row,
-            staging_key=branch.staging_key if branch.staging_row is not None else None,
-            written_ranges=span.written_ranges(branch.ring.geometry),
-        )
+    def mark_written(self) -> None:
+        """Count every layer as written: a captured graph has just replayed all of them."""
+        self._written_layers.update(range(self.storage.shape.num_layers))
 
     def layer_inputs(self, layer: int) -> PagedLayerInputs:
         """Tensors of one layer.
@@ -243,6 +235,16 @@ class PagedForwardContext:
         if not 0 <= layer < len(self._inputs):
             raise IndexError(f"layer {layer} does not exist; the pool has {len(self._inputs)} layers.")
         return self._inputs[layer]
+
+    @property
+    def parts(self) -> tuple[list[PagedLayerInputs], ...]:
+        """Inputs of every layer, for each of the writes that a layer makes one after the other; here one."""
+        return (self._inputs,)
+
+    @staticmethod
+    def join_parts(parts: Sequence[PagedLayerInputs]) -> Any:
+        """One layer's inputs, one of each of ``parts``, in the form that ``layer_inputs`` returns them."""
+        return parts[0]
 
     def layer_context(self, layer: int) -> PagedLayerContext:
         """A handle on one layer of this forward."""
@@ -282,6 +284,53 @@ class PagedForwardContext:
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         self.close(succeeded=exc_type is None)
+
+
+def build_layer_inputs(
+    branches: Sequence[Branch],
+    spans: Sequence[ForwardSpan],
+    *,
+    backend: str | None,
+    mask: PagedMask | None,
+    written_layers: set[int],
+) -> tuple[LaunchPlan, list[PagedLayerInputs]]:
+    """The launch plan of one forward and the tensors of every layer, copied to the pool's device without waiting."""
+    storage = branches[0].storage
+    plan = LaunchPlan(
+        page_size=storage.page_size,
+        rows=tuple(_row_layout(branch, span) for branch, span in zip(branches, spans, strict=True)),
+        staging=storage.staging,
+        backend=backend,
+        mask=mask,
+        branches=tuple(branches),
+        written_layers=written_layers,
+    )
+    slots = torch.stack(
+        [
+            storage.slots(torch.cat([torch.arange(r.start, r.stop) for r in row.written_ranges]), branch.run)
+            for row, branch in zip(plan.rows, branches, strict=True)
+        ]
+    )
+    tables = torch.tensor([branch.run.pages for branch in branches], dtype=torch.int32)
+    lengths = torch.tensor([row.seq_len for row in plan.rows], dtype=torch.int32)
+    slot_mapping, block_table, seq_lens = (upload(t, storage.device) for t in (slots, tables, lengths))
+    launch = register_launch_plan(plan)
+    layers = zip(storage.key_pools, storage.value_pools, storage.layer_indices, strict=True)
+    return plan, [
+        PagedLayerInputs(keys, values, slot_mapping, block_table, seq_lens, index, launch)
+        for keys, values, index in layers
+    ]
+
+
+def _row_layout(branch: Branch, span: ForwardSpan) -> RowLayout:
+    run = branch.run
+    return RowLayout(
+        seq_len=span.seq_len,
+        base_slot=run.pages[0] * branch.storage.page_size if run.is_contiguous else None,
+        staging_row=branch.staging_row,
+        staging_key=branch.staging_key if branch.staging_row is not None else None,
+        written_ranges=span.written_ranges(branch.ring.geometry),
+    )
 
 
 class PagedLayerContext(NamedTuple):

@@ -30,17 +30,18 @@ from .memory import CachePlanner
 from .opening import check_call, open_stream
 from .output import ARDiffusionPipelineOutput
 from .prompts import PromptSwitch
-from .rollout import LatentShape
 from .settings import CallProperties, StepCallback
 from .steps import StepNoise
 from .stream import ARStream
 from .text import PromptEncoding, default_text_len
 from .vae_stream import spatial_factor, temporal_factor
+from .warmup import WarmUp
+from .window import LatentShape
 
 DEFAULT_RECIPE = "self-forcing"
 
 
-class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, WanLoraLoaderMixin):
+class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, WarmUp, WanLoraLoaderMixin):
     """Text, image and video to video, chunk by chunk through a paged K/V cache.
 
         pipe = ARDiffusionPipeline.from_pretrained("tiny")

@@ -230,6 +230,7 @@ class CallArguments:
     max_pending_events: int = MAX_PENDING_EVENTS
     callback_on_step_end: StepCallback | PipelineCallback | MultiPipelineCallbacks | None = None
     callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",)
+    merge_commits: bool = False
 
     @property
     def callback_tensors(self) -> Sequence[str]:

@@ -13,6 +13,7 @@ from ..cache import KVManager
 from ..recipes import Recipe, load_recipe
 from ..validation import check_int
 from .checks import check_components, check_embeds, check_given_latents
+from .forwards import ForwardRunner
 from .inputs import (
     CallArguments,
     FramePlan,
@@ -29,11 +30,12 @@ from .live import EventRules, Inbox
 from .memory import CachePlanner
 from .output import FrameOutput
 from .prompts import count_prompts
-from .rollout import LatentShape, Rollout
+from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
 from .stream import ARStream
 from .vae_stream import VaeDecodeStream, VaeEncodeStream, encode_video, num_pixel_frames
+from .window import LatentShape
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
@@ -244,9 +246,13 @@ def open_stream(
 
 def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
     a, planner = call.arguments, call.planner
-    manager = a.cache if isinstance(a.cache, KVManager) else planner.build()
     attachment = pipeline.paged_attachment(planner.options.backend)
-    rollout = Rollout(attachment, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
+    manager = a.cache if isinstance(a.cache, KVManager) else pipeline.warm_pool(planner)
+    manager = manager or planner.build()
+    runner = ForwardRunner(attachment)
+    if pipeline._warm is not None:
+        pipeline._warm.equip(runner, manager)
+    rollout = Rollout(runner, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
     rollout.control_hook, rollout.controls = a.control_hook, a.controls
     return rollout
 

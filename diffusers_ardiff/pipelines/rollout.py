@@ -4,65 +4,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..cache import KVManager, RingGeometry, Session, TextKV
+from ..cache import KVManager, Session, TextKV
 from ..context import PagedForwardContext
-from ..processors import PagedAttachment, TransformerGeometry
+from ..graphs import ForwardCall
+from ..processors import TransformerGeometry
 from ..recipes import Recipe
 from ..rope import Rotary, VideoRope
 from ..transfer import download, upload
 from .batch_text import BatchText
+from .forwards import ForwardRunner
 from .hook import ControlHook, ControlInputs, apply_hook
+from .window import LatentShape, kept_frames
 
 POSITIVE, NEGATIVE = "positive", "negative"
 _CACHE_CONTEXT = {POSITIVE: "cond", NEGATIVE: "uncond"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentShape:
-    """Shape of one latent frame of a rollout."""
-
-    num_videos: int
-    channels: int
-    height: int
-    width: int
-
-    def chunk(self, num_frames: int) -> tuple[int, int, int, int, int]:
-        """(videos, channels, frames, height, width) of a chunk."""
-        return (self.num_videos, self.channels, num_frames, self.height, self.width)
-
-
-def ring_geometry(recipe: Recipe, tokens_per_frame: int, page_size: int) -> RingGeometry:
-    """The recipe's window in tokens of this frame size."""
-    sink = recipe.num_sink_frames
-    if recipe.num_window_frames is not None:
-        window = recipe.num_window_frames
-    else:
-        window = (recipe.max_latent_frames or 0) - sink
-    return RingGeometry(
-        sink_tokens=sink * tokens_per_frame,
-        window_tokens=window * tokens_per_frame,
-        page_size=page_size,
-        full_history=recipe.num_window_frames is None,
-    )
-
-
-def kept_frames(recipe: Recipe) -> int:
-    """Latent frames that can be visible at once, S + W; as many clean latents are kept for a recache."""
-    if recipe.num_window_frames is None:
-        return recipe.max_latent_frames or 0
-    return recipe.num_sink_frames + recipe.num_window_frames
 
 
 class Rollout:
     """The latent state of a batch of videos: one session a video, all of them rows of each forward.
 
     Args:
-        attachment: paged processors of the transformer; attached here for the length of each forward only.
+        runner: runs the forwards; the paged processors are attached for the length of each only.
         manager: pool to open the sessions in.
         recipe: chunk, window, steps.
         shape: latent shape.
@@ -76,7 +42,7 @@ class Rollout:
 
     def __init__(
         self,
-        attachment: PagedAttachment,
+        runner: ForwardRunner,
         manager: KVManager,
         recipe: Recipe,
         shape: LatentShape,
@@ -91,13 +57,14 @@ class Rollout:
         self.num_latent_frames = 0
         self.control_hook: ControlHook | None = None
         self.controls: Any = None
-        self._attachment = attachment
-        self._transformer = attachment.transformer
+        self.runner = runner
+        attachment = runner.attachment
         self._geometry: TransformerGeometry = attachment.geometry
         self._rope = VideoRope(head_dim=self._geometry.head_dim)
         # Text K/V are bound in every forward; the host only needs a row to run its text embedder on.
+        transformer = attachment.transformer
         self._text_stub = torch.zeros(
-            shape.num_videos, 1, self._transformer.config["text_dim"], dtype=self._transformer.dtype, device=device
+            shape.num_videos, 1, transformer.config["text_dim"], dtype=transformer.dtype, device=device
         )
         self._text = BatchText()
         self._recent = torch.zeros(shape.chunk(0), device=device)
@@ -136,7 +103,7 @@ class Rollout:
                     f"the {name} prompt embeddings have {value.shape[0]} rows for {self.shape.num_videos} videos; give "
                     "one each."
                 )
-        return {name: self._attachment.compute_text_kv(value.to(self.device)) for name, value in embeds.items()}
+        return {name: self.runner.attachment.compute_text_kv(value.to(self.device)) for name, value in embeds.items()}
 
     def set_text(self, text: Mapping[str, TextKV]) -> None:
         """Replace the text of the branches named; self K/V stay as they are.
@@ -309,20 +276,27 @@ class Rollout:
         if text is None:
             raise RuntimeError(f"branch {branch_name!r} has no prompt; set one before the next chunk.")
         num_tokens = latents.shape[2] * self.tokens_per_frame
-        forward = PagedForwardContext(branches, num_tokens=num_tokens, start=start, backend=self._attachment.backend)
+        forward = PagedForwardContext(
+            branches, num_tokens=num_tokens, start=start, backend=self.runner.attachment.backend
+        )
         start_frame, num_frames = forward.starts[0] // self.tokens_per_frame, latents.shape[2]
         rotary = self._rotary_for(start_frame, num_frames)
-        transformer, stub = self._transformer, self._text_stub
         arguments = self._arguments(
-            latents.to(stub.dtype),
+            latents.to(self._text_stub.dtype),
             timestep,
             frame_controls=controls if controls is not None else (self.controls,) * num_frames,
             start_latent_frame=start_frame,
             branch=branch_name,
         )
-        cache_context = transformer.cache_context(_CACHE_CONTEXT[branch_name])
-        with self._attachment, forward, self._attachment.bind(forward, rotary, text), cache_context:
-            return transformer(**arguments, encoder_hidden_states=stub, return_dict=False)[0]
+        return self.runner.run(
+            ForwardCall(
+                context=forward,
+                arguments=arguments | {"encoder_hidden_states": self._text_stub},
+                rotary=rotary,
+                text=text,
+                cache_name=_CACHE_CONTEXT[branch_name],
+            )
+        )
 
     def _arguments(self, latents: torch.Tensor, timestep: float, **inputs: Any) -> dict[str, Any]:
         """The transformer's arguments; ``inputs`` are the other fields of ``ControlInputs``."""

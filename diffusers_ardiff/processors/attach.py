@@ -11,7 +11,7 @@ import torch
 
 from ..attention import get_backend
 from ..cache import KVShape, TextKV
-from ..context import PagedForwardContext
+from ..context import ForwardInputs
 from ..rope import Rotary
 from .wan import HostSettings, PagedWanCrossAttnProcessor, PagedWanSelfAttnProcessor, project_text
 
@@ -180,7 +180,7 @@ class PagedAttachment:
             self.detach()
 
     @contextmanager
-    def bind(self, context: PagedForwardContext, rotary: Rotary, text: TextKV | None = None) -> Iterator[None]:
+    def bind(self, context: ForwardInputs, rotary: Rotary, text: TextKV | None = None) -> Iterator[None]:
         """Hand one prepared forward's inputs to the processors; always taken back.
 
         Args:
@@ -213,7 +213,7 @@ class PagedAttachment:
                 cross_attn.text = None
         self._check_all_written(context)
 
-    def _check_all_written(self, context: PagedForwardContext) -> None:
+    def _check_all_written(self, context: ForwardInputs) -> None:
         unwritten = [layer for layer in context.unwritten_layers if layer < len(self._attn)]
         if unwritten:
             raise RuntimeError(
