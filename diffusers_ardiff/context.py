@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeGuard
-
-import torch
+from typing import Any, NamedTuple, TypeGuard
 
 from .cache.branch import Branch
 from .cache.ring import ForwardSpan
@@ -24,10 +22,11 @@ from .launch import (
     register_launch_plan,
     replace_launch_plan,
 )
+from .layer_inputs import ForwardInputs, PagedLayerInputs, build_layer_inputs
 from .masks import FullAttnSpans, PagedMask, build_paged_mask
-from .transfer import upload
 
 __all__ = [
+    "ForwardInputs",
     "LaunchPlan",
     "PagedForwardContext",
     "PagedLayerContext",
@@ -37,46 +36,6 @@ __all__ = [
     "is_paged_context",
     "register_launch_plan",
 ]
-
-
-class PagedLayerInputs(NamedTuple):
-    """Tensors that one layer's attention needs. R rows (branches), L tokens and A extra rows a row.
-
-    All but the pools and ``layer_index`` are shared by the layers of a forward.
-
-    Attributes:
-        key_pool, value_pool: (num_slots, num_heads, head_dim), this layer's pools.
-        slot_mapping: (R, L + A) int64, pool row of each new token, then of each extra row.
-        block_table: (R, pages a branch) int32, page ids in storage order.
-        seq_lens: (R,) int32, storage indices to read, extra rows included.
-        layer_index: () int64 on the CPU.
-        launch: (2,) int64 on the CPU: page size, and the handle of this forward's ``LaunchPlan`` (0: none).
-    """
-
-    key_pool: torch.Tensor
-    value_pool: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    layer_index: torch.Tensor
-    launch: torch.Tensor
-
-
-class ForwardInputs(Protocol):
-    """Where processors take a forward's tensors from: a prepared context, or the fixed tensors of a captured forward."""
-
-    @property
-    def unwritten_layers(self) -> tuple[int, ...]:
-        """Layers that the forward has written nothing into so far."""
-        ...
-
-    def use_backend(self, name: str) -> None:
-        """Compute with the attention backend of that name; ValueError or RuntimeError where another one is set."""
-        ...
-
-    def layer_inputs(self, layer: int) -> Any:
-        """Tensors of one layer."""
-        ...
 
 
 class PagedForwardContext:
@@ -128,9 +87,9 @@ class PagedForwardContext:
             geometry = self.branches[0].ring.geometry
             self.mask = build_paged_mask(full_attn_spans, self.spans, geometry, device=self.storage.device)
         self._backend = backend
-        self._plan: LaunchPlan | None = None
-        self._inputs: list[PagedLayerInputs] = []
-        self._written_layers: set[int] = set()
+        self._plans: list[LaunchPlan] = []
+        self._parts: list[list[PagedLayerInputs]] = []
+        self._written_layers: list[set[int]] = [set()]
         self._prepared = False
         self._open = False
 
@@ -152,7 +111,8 @@ class PagedForwardContext:
     @property
     def unwritten_layers(self) -> tuple[int, ...]:
         """Layers of the pool that this forward has written nothing into so far."""
-        return tuple(layer for layer in range(self.storage.shape.num_layers) if layer not in self._written_layers)
+        written = set.intersection(*self._written_layers)
+        return tuple(layer for layer in range(self.storage.shape.num_layers) if layer not in written)
 
     def use_backend(self, name: str) -> None:
         """Compute with the attention backend of that name from now on.
@@ -168,9 +128,9 @@ class PagedForwardContext:
         if self._backend == name:
             return
         self._backend = name
-        if self._plan is not None:
-            self._plan = replace(self._plan, backend=name)
-            replace_launch_plan(self._inputs[0].launch, self._plan)
+        self._plans = [replace(plan, backend=name) for plan in self._plans]
+        for plan, inputs in zip(self._plans, self._parts, strict=True):
+            replace_launch_plan(inputs[0].launch, plan)
 
     def prepare(self) -> PagedForwardContext:
         """Claim the branches and build the tensors, once; calling it again does nothing. Returns itself.
@@ -187,8 +147,7 @@ class PagedForwardContext:
         self._check_up_to_date()
         for branch in self.branches:
             branch.prepare_write()
-        for branch, span in zip(self.branches, self.spans, strict=True):
-            branch.open_forward(span)
+        self._claim_branches()
         self._open = True
         try:
             self._build_inputs()
@@ -207,19 +166,31 @@ class PagedForwardContext:
                     f"was made for position {span.start}. Make a new one."
                 )
 
+    def _claim_branches(self) -> None:
+        for branch, span in zip(self.branches, self.spans, strict=True):
+            branch.open_forward(span)
+
+    def _release_branches(self, *, succeeded: bool) -> None:
+        for branch in self.branches:
+            branch.close_forward(succeeded=succeeded)
+
+    def _spans_by_part(self) -> Sequence[Sequence[ForwardSpan]]:
+        """Each branch's span, for each of the writes that a layer makes one after the other."""
+        return [self.spans]
+
     def _build_inputs(self) -> None:
-        self._plan, self._inputs = build_layer_inputs(
-            self.branches,
-            self.spans,
-            backend=self._backend,
-            mask=self.mask,
-            written_layers=self._written_layers,
-        )
+        for spans, written in zip(self._spans_by_part(), self._written_layers, strict=True):
+            plan, inputs = build_layer_inputs(
+                self.branches, spans, backend=self._backend, mask=self.mask, written_layers=written
+            )
+            self._plans.append(plan)
+            self._parts.append(inputs)
         self._prepared = True
 
     def mark_written(self) -> None:
         """Count every layer as written: a captured graph has just replayed all of them."""
-        self._written_layers.update(range(self.storage.shape.num_layers))
+        for written in self._written_layers:
+            written.update(range(self.storage.shape.num_layers))
 
     def layer_inputs(self, layer: int) -> PagedLayerInputs:
         """Tensors of one layer.
@@ -232,14 +203,14 @@ class PagedForwardContext:
             raise RuntimeError("layer inputs are asked for before prepare(): call prepare() on the forward context.")
         if not self._open or any(branch.closed for branch in self.branches):
             raise RuntimeError("layer inputs are asked for after the end of their forward or session. Make a new one.")
-        if not 0 <= layer < len(self._inputs):
-            raise IndexError(f"layer {layer} does not exist; the pool has {len(self._inputs)} layers.")
-        return self._inputs[layer]
+        if not 0 <= layer < len(self._parts[0]):
+            raise IndexError(f"layer {layer} does not exist; the pool has {len(self._parts[0])} layers.")
+        return self.join_parts([inputs[layer] for inputs in self._parts])
 
     @property
     def parts(self) -> tuple[list[PagedLayerInputs], ...]:
-        """Inputs of every layer, for each of the writes that a layer makes one after the other; here one."""
-        return (self._inputs,)
+        """Inputs of every layer, for each of the writes that a layer makes one after the other; one but in a merge."""
+        return tuple(self._parts)
 
     @staticmethod
     def join_parts(parts: Sequence[PagedLayerInputs]) -> Any:
@@ -258,11 +229,10 @@ class PagedForwardContext:
         if not self._open:
             return
         self._open = False
-        if self._inputs:
-            drop_launch_plan(self._inputs[0].launch)
-        self._plan, self._inputs = None, []
-        for branch in self.branches:
-            branch.close_forward(succeeded=succeeded)
+        for inputs in self._parts:
+            drop_launch_plan(inputs[0].launch)
+        self._plans, self._parts = [], []
+        self._release_branches(succeeded=succeeded)
 
     def mark_committed(self) -> None:
         """End the forward as succeeded and advance every branch past it. No-op where it was committed already.
@@ -284,53 +254,6 @@ class PagedForwardContext:
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         self.close(succeeded=exc_type is None)
-
-
-def build_layer_inputs(
-    branches: Sequence[Branch],
-    spans: Sequence[ForwardSpan],
-    *,
-    backend: str | None,
-    mask: PagedMask | None,
-    written_layers: set[int],
-) -> tuple[LaunchPlan, list[PagedLayerInputs]]:
-    """The launch plan of one forward and the tensors of every layer, copied to the pool's device without waiting."""
-    storage = branches[0].storage
-    plan = LaunchPlan(
-        page_size=storage.page_size,
-        rows=tuple(_row_layout(branch, span) for branch, span in zip(branches, spans, strict=True)),
-        staging=storage.staging,
-        backend=backend,
-        mask=mask,
-        branches=tuple(branches),
-        written_layers=written_layers,
-    )
-    slots = torch.stack(
-        [
-            storage.slots(torch.cat([torch.arange(r.start, r.stop) for r in row.written_ranges]), branch.run)
-            for row, branch in zip(plan.rows, branches, strict=True)
-        ]
-    )
-    tables = torch.tensor([branch.run.pages for branch in branches], dtype=torch.int32)
-    lengths = torch.tensor([row.seq_len for row in plan.rows], dtype=torch.int32)
-    slot_mapping, block_table, seq_lens = (upload(t, storage.device) for t in (slots, tables, lengths))
-    launch = register_launch_plan(plan)
-    layers = zip(storage.key_pools, storage.value_pools, storage.layer_indices, strict=True)
-    return plan, [
-        PagedLayerInputs(keys, values, slot_mapping, block_table, seq_lens, index, launch)
-        for keys, values, index in layers
-    ]
-
-
-def _row_layout(branch: Branch, span: ForwardSpan) -> RowLayout:
-    run = branch.run
-    return RowLayout(
-        seq_len=span.seq_len,
-        base_slot=run.pages[0] * branch.storage.page_size if run.is_contiguous else None,
-        staging_row=branch.staging_row,
-        staging_key=branch.staging_key if branch.staging_row is not None else None,
-        written_ranges=span.written_ranges(branch.ring.geometry),
-    )
 
 
 class PagedLayerContext(NamedTuple):

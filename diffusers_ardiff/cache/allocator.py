@@ -28,6 +28,23 @@ class PageRun:
         return all(b == a + 1 for a, b in zip(self.pages, self.pages[1:], strict=False))
 
 
+def slot_of(storage_index: int, page_table: list[int] | tuple[int, ...], page_size: int) -> int:
+    """Row of the flat pool that holds a storage index: ``table[r // B] * B + r % B``.
+
+    Example: ``slot_of(47, [7, 3, 9], 16) == 159``
+
+    Raises:
+        ValueError: the page size is not positive, or the index lies outside the table.
+    """
+    check_int("page_size", page_size, minimum=1)
+    if not 0 <= storage_index < len(page_table) * page_size:
+        raise ValueError(
+            f"storage index {storage_index} is outside the page table: {len(page_table)} pages of {page_size} slots "
+            f"hold the indices 0 to {len(page_table) * page_size - 1}."
+        )
+    return page_table[storage_index // page_size] * page_size + storage_index % page_size
+
+
 class PageAllocator:
     """Hands out pages, as one physical run where that is possible.
 

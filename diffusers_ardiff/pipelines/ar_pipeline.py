@@ -264,6 +264,7 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, War
         cache: CacheOptions | KVManager | None = None,
         control_hook: ControlHook | None = None,
         controls: Any = None,
+        merge_commits: bool = False,
     ) -> ARDiffusionPipelineOutput | tuple[Any]:
         """Generate whole videos.
 
@@ -291,6 +292,7 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, War
             cache: ``CacheOptions``, or a pool from ``create_cache`` to share.
             control_hook: edits the transformer's arguments before every forward; see ``ControlHook``.
             controls: any object for the hook, until an event replaces it.
+            merge_commits: run each chunk's commit in one forward with the next chunk's first step (docs/speed.md).
 
         Raises:
             ValueError, TypeError, MemoryLimitError: a bad argument, before anything is allocated.
@@ -323,6 +325,7 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, War
                 callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
                 control_hook=control_hook,
                 controls=controls,
+                merge_commits=merge_commits,
             ),
         )
         with self.progress_bar(total=call.num_steps) as bar, open_stream(self, call, on_step=bar.update) as stream:

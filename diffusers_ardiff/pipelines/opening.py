@@ -20,6 +20,7 @@ from .inputs import (
     check_choices,
     check_generators,
     check_guidance,
+    check_merge,
     check_noise,
     check_single_source,
     check_step_noise,
@@ -80,6 +81,7 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
     schedule = sorted_schedule(a.prompt_schedule, num_videos)
     check_components(pipeline, a, guided=scale > 1.0)
     check_embeds(a, pipeline.transformer.config["text_dim"])
+    check_merge(a, guided=scale > 1.0)
     check_choices(a.output_type, a.callback_tensors, pipeline._callback_tensor_inputs)
     check_single_source(image=a.image, video=a.video, context_latents=a.context_latents)
     generator = check_generators(a.generator, num_videos)
@@ -254,6 +256,7 @@ def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
         pipeline._warm.equip(runner, manager)
     rollout = Rollout(runner, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
     rollout.control_hook, rollout.controls = a.control_hook, a.controls
+    rollout.merge_commits = a.merge_commits
     return rollout
 
 

@@ -253,11 +253,14 @@ def _run_stream(
 ) -> tuple[float, ...]:
     """Make chunks until the window is full and has been overwritten once; seconds of each."""
     shape, recipe, factor = planner.shape, planner.recipe, pipeline.vae_scale_factor_spatial
-    noise = torch.Generator().manual_seed(0)
+    noise = torch.Generator().manual_seed(0)  # of its own, so that the global one stays as it is
     text_dim = pipeline.transformer.config["text_dim"]
     embeds = torch.randn(shape.num_videos, planner.text_len, text_dim, generator=noise)
     embeds = embeds.to(pipeline.transformer.dtype)
-    last_frame = kept_frames(recipe) + (recipe.chunk_frames if recipe.num_window_frames is not None else 0)
+    last_frame = kept_frames(recipe)
+    if recipe.num_window_frames is not None:
+        # A merged forward spans two chunks; both have to be steady once.
+        last_frame += recipe.chunk_frames * (2 if merge_commits else 1)
     state = pipeline.call_state
     seconds: list[float] = []
     warm.set_recording(True)

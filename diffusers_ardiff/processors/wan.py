@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-from ..attention import paged_write_attn
+from ..attention import paged_write_attn, write_attn_in_turn
 from ..cache.text import TextLayerKV
 from ..context import PagedLayerInputs
+from ..merged import MergedLayerInputs
 from ..rope import Rotary, apply_rotary
 
 
@@ -43,7 +44,7 @@ class HostSettings:
 class PagedWanSelfAttnProcessor(HostSettings):
     """Self-attention over the paged cache; ``inputs`` is bound for the length of one forward."""
 
-    inputs: PagedLayerInputs | None = None
+    inputs: PagedLayerInputs | MergedLayerInputs | None = None
 
     def __call__(
         self,
@@ -74,7 +75,10 @@ class PagedWanSelfAttnProcessor(HostSettings):
         value = value.unflatten(2, (attn.heads, -1))
         if rotary_emb is not None:
             query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
-        out = paged_write_attn(self.inputs, query, key, value)
+        if isinstance(self.inputs, MergedLayerInputs):
+            out = write_attn_in_turn(self.inputs, query, key, value)
+        else:
+            out = paged_write_attn(self.inputs, query, key, value)
         return _project_out(attn, out)
 
 
