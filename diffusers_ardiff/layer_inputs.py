@@ -79,7 +79,7 @@ def build_layer_inputs(
             for row, branch in zip(plan.rows, branches, strict=True)
         ]
     )
-    tables = torch.tensor([branch.run.pages for branch in branches], dtype=torch.int32)
+    tables = torch.stack([storage.table(branch.run) for branch in branches]).to(torch.int32)
     lengths = torch.tensor([row.seq_len for row in plan.rows], dtype=torch.int32)
     slot_mapping, block_table, seq_lens = (upload(t, storage.device) for t in (slots, tables, lengths))
     launch = register_launch_plan(plan)

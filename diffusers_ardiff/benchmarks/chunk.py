@@ -74,9 +74,10 @@ def random_pipeline(preset: str, device: torch.device, dtype: torch.dtype) -> AR
     torch.set_default_dtype(dtype)
     try:
         with device:
-            transformer: Any = WanTransformer3DModel(**PRESETS[preset]).eval().requires_grad_(False)
+            transformer: Any = WanTransformer3DModel(**PRESETS[preset])
     finally:
         torch.set_default_dtype(default)
+    transformer.eval().requires_grad_(False)
     kept = tuple(transformer._keep_in_fp32_modules or ())
     for name, parameter in transformer.named_parameters():
         if any(part in name.split(".") for part in kept):

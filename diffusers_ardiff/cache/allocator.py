@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..validation import check_int
 
@@ -22,7 +23,7 @@ class PageRun:
 
     pages: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_contiguous(self) -> bool:
         """Whether the pages follow each other in the pool, so that the keys are a plain view of it."""
         return all(b == a + 1 for a, b in zip(self.pages, self.pages[1:], strict=False))

@@ -237,12 +237,13 @@ def run_warmup(
     except BaseException:
         pipeline.cooldown()
         raise
+    graphs, shapes = warm.graphs, warm.shapes
     return WarmupReport(
         total_seconds=time.perf_counter() - start,
         chunk_seconds=seconds,
-        capture_seconds=warm.graphs.capture_seconds if warm.graphs is not None else 0.0,
-        num_compiled_shapes=len(warm.shapes) if warm.shapes is not None else 0,
-        num_graphs=len(warm.graphs) if warm.graphs is not None else 0,
+        capture_seconds=graphs.capture_seconds if graphs is not None else 0.0,
+        num_compiled_shapes=len(shapes) if shapes is not None else 0,
+        num_graphs=len(graphs) if graphs is not None else 0,
         pool_bytes=manager.storage.num_bytes,
     )
 
@@ -252,35 +253,17 @@ def _run_stream(
     pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, merge_commits: bool
 ) -> tuple[float, ...]:
     """Make chunks until the window is full and has been overwritten once; seconds of each."""
-    shape, recipe, factor = planner.shape, planner.recipe, pipeline.vae_scale_factor_spatial
-    noise = torch.Generator().manual_seed(0)  # of its own, so that the global one stays as it is
-    text_dim = pipeline.transformer.config["text_dim"]
-    embeds = torch.randn(shape.num_videos, planner.text_len, text_dim, generator=noise)
-    embeds = embeds.to(pipeline.transformer.dtype)
+    recipe, state = planner.recipe, pipeline.call_state
     last_frame = kept_frames(recipe)
     if recipe.num_window_frames is not None:
         # A merged forward spans two chunks; both have to be steady once.
         last_frame += recipe.chunk_frames * (2 if merge_commits else 1)
-    state = pipeline.call_state
     seconds: list[float] = []
     warm.set_recording(True)
     try:
+        call = _stream_call(pipeline, planner) | {"cache": warm.manager, "merge_commits": merge_commits}
         # Shapes of earlier warm-ups count against dynamo's limit too.
-        with (
-            torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT),
-            pipeline.stream(
-                prompt_embeds=embeds,
-                negative_prompt_embeds=embeds if planner.guided else None,
-                height=shape.height * factor,
-                width=shape.width * factor,
-                recipe=recipe,
-                guidance_scale=2.0 if planner.guided else 1.0,
-                generator=noise,
-                output_type="latent" if planner.vae is None else "pt",
-                cache=warm.manager,
-                merge_commits=merge_commits,
-            ) as stream,
-        ):
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), pipeline.stream(**call) as stream:
             while not seconds or stream.rollout.num_latent_frames + recipe.chunk_frames <= last_frame:
                 start = time.perf_counter()
                 next(stream)
@@ -293,6 +276,24 @@ def _run_stream(
         warm.set_recording(False)
         pipeline.call_state = state
     return tuple(seconds)
+
+
+def _stream_call(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> dict[str, Any]:
+    """Arguments of a stream of the planned size under a random prompt."""
+    shape, factor = planner.shape, pipeline.vae_scale_factor_spatial
+    noise = torch.Generator().manual_seed(0)  # of its own, so that the global one stays as it is
+    size = (shape.num_videos, planner.text_len, pipeline.transformer.config["text_dim"])
+    embeds = torch.randn(size, generator=noise).to(pipeline.transformer.dtype)
+    return {
+        "prompt_embeds": embeds,
+        "negative_prompt_embeds": embeds if planner.guided else None,
+        "height": shape.height * factor,
+        "width": shape.width * factor,
+        "recipe": planner.recipe,
+        "guidance_scale": 2.0 if planner.guided else 1.0,
+        "generator": noise,
+        "output_type": "latent" if planner.vae is None else "pt",
+    }
 
 
 def _wait_for(device: torch.device) -> None:
