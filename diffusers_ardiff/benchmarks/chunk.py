@@ -107,8 +107,8 @@ class ChunkBenchmark:
         self._embeds = embeds.to(self.device, pipe.transformer.dtype)
         self._eager: torch.Tensor | None = None
 
-    def measure(self, variant: str, compile_options: bool | dict[str, Any] = True) -> ChunkResult:
-        """Warm up as the variant says, then time a stream."""
+    def measure(self, variant: str, *, show_kernels: bool = False) -> ChunkResult:
+        """Warm up as the variant says, then time a stream; ``show_kernels`` prints where the device's time goes."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -119,11 +119,12 @@ class ChunkBenchmark:
                 recipe=self.recipe,
                 text_len=TEXT_LEN,
                 decode=False,
-                compile=compile_options,
                 cuda_graphs=variant != "compiled" and self.device.type == "cuda",
                 merge_commits=merge,
             )
         times = self._time_stream(merge)
+        if show_kernels:
+            self._show_kernels(merge)
         self.pipe.cooldown()
         return ChunkResult(
             variant=variant,
@@ -161,6 +162,17 @@ class ChunkBenchmark:
             "second_chunk_seconds": second,
             "relative_error": error,
         }
+
+    def _show_kernels(self, merge: bool) -> None:
+        """Print the kernels of one steady chunk by device time."""
+        with self._open(merge) as stream, torch.no_grad():
+            for _ in range(1 + -(-kept_frames(self.recipe) // self.recipe.chunk_frames)):
+                next(stream)
+            self._wait()
+            with torch.profiler.profile() as profiler:
+                next(stream)
+                self._wait()
+        print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=20, max_name_column_width=90))
 
     def _open(self, merge: bool) -> ARStream:
         return self.pipe.stream(
@@ -203,7 +215,7 @@ def run_chunk(options: argparse.Namespace) -> list[dict[str, Any]]:
         for variant in variants:
             if variant == "fp8":
                 quantize_linears(pipe.transformer)
-            result = benchmark.measure(variant)
+            result = benchmark.measure(variant, show_kernels=options.kernels)
             print(result, flush=True)
             results.append(asdict(result))
         del pipe, benchmark
@@ -217,6 +229,7 @@ def add_chunk_command(commands: Any) -> None:
     chunk.add_argument("--windows", nargs="+", default=["3+9", "0+21"], help="sink+recent latent frames")
     chunk.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     chunk.add_argument("--chunks", type=int, default=8, help="timed in the steady state")
+    chunk.add_argument("--kernels", action="store_true", help="also print the kernels of a chunk by device time")
     chunk.add_argument("--height", type=int, default=480)
     chunk.add_argument("--width", type=int, default=832)
     chunk.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
