@@ -252,7 +252,7 @@ class GraphSet:
 
     Args:
         storage: the pool; graphs hold its addresses.
-        transformer: the model; graphs hold the addresses of its weights.
+        transformer: the model; graphs hold the addresses of its weights and the scales of its LoRAs.
         record: captures a function.
 
     Attributes:
@@ -269,7 +269,7 @@ class GraphSet:
         self._transformer = transformer
         self._record = record
         self._pool_addresses = _pool_addresses(storage)
-        self._weight_addresses = _weight_addresses(transformer)
+        self._weights = _weights_of(transformer)
         self._captured: dict[GraphKey, CapturedForward] = {}
         self._texts: dict[tuple[Any, ...], FixedText] = {}
 
@@ -291,10 +291,10 @@ class GraphSet:
 
     def check_weights(self) -> None:
         """Raise RuntimeError where weights were moved, replaced or added since the forwards were captured."""
-        if _weight_addresses(self._transformer) != self._weight_addresses:
+        if _weights_of(self._transformer) != self._weights:
             raise RuntimeError(
                 "the transformer's weights were moved, replaced or added since its forwards were captured (.to(), a "
-                "LoRA, quantisation). Call pipe.warmup() again, or pipe.cooldown() to go on without graphs."
+                "LoRA or its scale, quantisation). Call pipe.warmup() again, or pipe.cooldown() to go on without graphs."
             )
 
     def replay(self, key: GraphKey, call: ForwardCall) -> torch.Tensor | None:
@@ -319,6 +319,13 @@ def _pool_addresses(storage: KVStorage) -> tuple[int, ...]:
     return tuple(pool.data_ptr() for pool in (*storage.key_pools, *storage.value_pools))
 
 
-def _weight_addresses(module: torch.nn.Module) -> tuple[tuple[str, int], ...]:
-    named = (*module.named_parameters(), *module.named_buffers())
-    return tuple((name, tensor.data_ptr()) for name, tensor in named if not name.startswith("rope."))
+def _weights_of(transformer: torch.nn.Module) -> tuple[Any, ...]:
+    """What a captured forward holds of the model: addresses of weights, and the numbers that LoRA layers multiply by."""
+    named = (*transformer.named_parameters(), *transformer.named_buffers())
+    addresses = tuple((name, tensor.data_ptr()) for name, tensor in named if not name.startswith("rope."))
+    adapters = tuple(
+        (name, tuple(module.scaling.items()), tuple(module.active_adapters), module.disable_adapters)
+        for name, module in transformer.named_modules()
+        if hasattr(module, "lora_A")
+    )
+    return (addresses, adapters)

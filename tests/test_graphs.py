@@ -238,6 +238,24 @@ class TestRefusals:
         with stream_of(pipe) as stream:
             take(stream, 1)
 
+    @pytest.mark.parametrize("change", ["scale", "off"])
+    def test_a_lora_that_is_scaled_or_switched_off(self, change: str) -> None:
+        """No tensor moves then, but a captured product would keep its factor."""
+        pytest.importorskip("peft")
+        from peft import LoraConfig
+
+        pipe = make_pipeline(QUICK)
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), adapter_name="style")
+        warm_up(pipe)
+        with stream_of(pipe) as stream:
+            take(stream, 1)
+        if change == "scale":
+            pipe.transformer.set_adapters("style", 0.5)
+        else:
+            pipe.transformer.disable_lora()
+        with pytest.raises(RuntimeError, match="a LoRA or its scale"):
+            stream_of(pipe)
+
     def test_another_transformer(self) -> None:
         pipe = make_pipeline(QUICK)
         warm_up(pipe)

@@ -34,7 +34,7 @@ class ChunkResult:
 
     Args:
         window: S + W in latent frames, "12 (3+9)".
-        chunk_seconds: steps and commit in the steady state, chunks following each other without a pause; the median.
+        chunk_seconds: steps and commit in the steady state, chunks following each other without a pause; the mean.
         latency_seconds: from the call for a chunk to its latents, its predecessor's commit done before; the median.
         first_chunk_seconds: from opening a stream to its first chunk's latents, text K/V included.
         second_chunk_seconds: of the next one, the first one's commit included.
