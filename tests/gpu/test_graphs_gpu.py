@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -13,13 +14,17 @@ import pytest
 import torch
 from dense import relative_error
 from live_streams import NEW, stream_of, take
+from session_runs import CHUNK, make_pool, rows_of
 from test_warm_compile import switch_every_way
 from tiny_components import QUICK, make_pipeline, make_transformer, record_pools
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
 from diffusers_ardiff import ARDiffusionPipeline, quantize_linears
+from diffusers_ardiff.attention import write_attn_in_turn
 from diffusers_ardiff.fp8 import Float8Linear, quantize_rows
+from diffusers_ardiff.merged import MergedForwardContext
 
 pytestmark = pytest.mark.gpu
 
@@ -210,3 +215,21 @@ def test_a_float8_video(eager_latents: torch.Tensor) -> None:
         take(stream, 2)
         stream.switch_prompt(prompt_embeds=NEW)
         assert torch.isfinite(take(stream, 2)).all()
+
+
+def test_a_compiled_merged_forward_copies_no_pool() -> None:
+    """Two writes to one pool in one graph: a compiler that can't do both in place clones the whole pool."""
+    branch = make_pool(1, device="cuda").open_session().branch()
+    num_slots = branch.storage.key_pools[0].shape[0]
+    halves = [rows_of(0), rows_of(1)]
+    rows = [torch.cat([half[i] for half in halves]).cuda() for i in range(3)]
+
+    def layer(inputs: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return write_attn_in_turn(inputs, query * 2, keys + 1, values).sin()
+
+    with torch.no_grad(), MergedForwardContext([branch], num_tokens=CHUNK) as context:
+        out, sources = run_and_get_code(torch.compile(layer, fullgraph=True), context.layer_inputs(0), *rows)
+        expected = layer(context.layer_inputs(1), *rows)
+    assert relative_error(out, expected) < 1e-4
+    buffers = re.findall(r"empty_strided\w*\(\((\d+),", "\n".join(sources))
+    assert buffers and str(num_slots) not in buffers
