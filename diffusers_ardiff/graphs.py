@@ -84,12 +84,19 @@ class ForwardCall:
     cache_name: str
 
     @property
+    def text_shape(self) -> tuple[Any, ...]:
+        """Shapes of one layer's text K/V."""
+        return tuple(None if tensor is None else tuple(tensor.shape) for tensor in self.text.layers[0])
+
+    @property
     def shape(self) -> tuple[Any, ...]:
-        """What compiled blocks depend on: shapes of latents, timestep and text K/V."""
-        layer = self.text.layers[0]
-        text = tuple(None if tensor is None else tuple(tensor.shape) for tensor in layer)
+        """What compiled blocks depend on: shapes of latents, timestep, text K/V, pool and page table. Once prepared."""
         latents, timestep = self.arguments["hidden_states"], self.arguments["timestep"]
-        return (tuple(latents.shape), latents.dtype, tuple(timestep.shape), text, frozenset(self.arguments))
+        paged = self.context.parts[0][0]
+        return (
+            (tuple(latents.shape), latents.dtype, tuple(timestep.shape), self.text_shape, frozenset(self.arguments)),
+            (tuple(paged.key_pool.shape), paged.key_pool.dtype, tuple(paged.block_table.shape)),
+        )
 
 
 class CompiledShapes:
@@ -183,6 +190,11 @@ class FixedForward:
         """Take over where a prepared forward writes; all else is in the key."""
         for mine, theirs in zip(self._parts, context.parts, strict=True):
             mine[0].slot_mapping.copy_(theirs[0].slot_mapping)
+
+    @property
+    def parts(self) -> tuple[list[PagedLayerInputs], ...]:
+        """As those of the context."""
+        return tuple(self._parts)
 
     @property
     def unwritten_layers(self) -> tuple[int, ...]:
@@ -308,7 +320,7 @@ class GraphSet:
     def capture(self, key: GraphKey, call: ForwardCall, run: Callable[[ForwardCall], torch.Tensor]) -> None:
         """Capture a forward that has just run, its context still open: it writes the same values once more."""
         start = time.perf_counter()
-        place = (key.base_slots, call.shape[3])
+        place = (key.base_slots, call.text_shape)
         if place not in self._texts:
             self._texts[place] = FixedText(call.text)
         self._captured[key] = CapturedForward(call, self._texts[place], run, self._record)

@@ -75,6 +75,15 @@ class TestReplay:
         assert torch.equal(firsts[0], firsts[2])
         assert not torch.equal(firsts[0], firsts[1])
 
+    def test_an_output_outlives_the_next_replay(self, pipe: ARDiffusionPipeline) -> None:
+        """Both come from one captured forward, whose output tensor is one and the same."""
+        with stream_of(pipe) as stream, torch.no_grad():
+            noise = torch.randn(2, *stream.rollout.shape.chunk(3), generator=torch.Generator().manual_seed(4))
+            first = stream.rollout.predict(noise[0], 1000.0, 1.0)
+            kept = first.clone()
+            stream.rollout.predict(noise[1], 500.0, 1.0)
+        assert torch.equal(first, kept)
+
     def test_a_second_stream_has_a_pool_of_its_own(self, pipe: ARDiffusionPipeline) -> None:
         with stream_of(pipe) as first, record_pools() as pools, stream_of(pipe) as second:
             assert len(pools) == 1

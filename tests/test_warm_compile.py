@@ -89,13 +89,27 @@ def test_guidance_and_batches_are_one_graph() -> None:
     assert len(counting.graphs) == 1
 
 
-@pytest.mark.parametrize(
-    "call", [{"height": 48}, {"prompt_embeds": random_embeds(1, text_len=5)}, {"cache": CacheOptions(backend="sdpa")}]
-)
+OTHER_CALLS: dict[str, dict[str, Any]] = {
+    "size": {"height": 48},
+    "text length": {"prompt_embeds": random_embeds(1, text_len=5)},
+    "backend": {"cache": CacheOptions(backend="sdpa")},
+    "window": {"recipe": QUICK.replace(num_window_frames=9)},
+    "pages": {"cache": CacheOptions(page_size=8)},
+}
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS.values(), ids=OTHER_CALLS)
 def test_what_was_not_warmed_up_runs_eagerly(call: dict[str, Any]) -> None:
     pipe, counting = warm_pipeline()
     with stream_of(pipe, **call) as stream, stream_of(make_pipeline(QUICK), **call) as plain:
         assert torch.equal(take(stream, 3), take(plain, 3))
+    assert len(counting.graphs) == 1
+
+
+def test_a_larger_pool_runs_eagerly() -> None:
+    pipe, counting = warm_pipeline()
+    with stream_of(pipe, cache=pipe.create_cache(num_videos=2)) as stream, stream.fork() as child:
+        assert torch.equal(take(stream, 2), take(child, 2))
     assert len(counting.graphs) == 1
 
 
