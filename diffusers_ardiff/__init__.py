@@ -3,6 +3,7 @@
 from .cache import MemoryLimitError
 from .checkpoints import load_ar_checkpoint
 from .context import PagedForwardContext
+from .fp8 import quantize_linears
 from .pipelines import (
     ARChunk,
     ARDiffusionPipeline,
@@ -30,4 +31,5 @@ __all__ = [
     "Recipe",
     "attach_paged_attention",
     "load_ar_checkpoint",
+    "quantize_linears",
 ]

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
-import torch
-
 from .cache.branch import Branch
 from .cache.ring import ForwardSpan
 from .cache.storage import KVStorage
@@ -24,10 +22,11 @@ from .launch import (
     register_launch_plan,
     replace_launch_plan,
 )
+from .layer_inputs import ForwardInputs, PagedLayerInputs, build_layer_inputs
 from .masks import FullAttnSpans, PagedMask, build_paged_mask
-from .transfer import upload
 
 __all__ = [
+    "ForwardInputs",
     "LaunchPlan",
     "PagedForwardContext",
     "PagedLayerContext",
@@ -37,29 +36,6 @@ __all__ = [
     "is_paged_context",
     "register_launch_plan",
 ]
-
-
-class PagedLayerInputs(NamedTuple):
-    """Tensors that one layer's attention needs. R rows (branches), L tokens and A extra rows a row.
-
-    All but the pools and ``layer_index`` are shared by the layers of a forward.
-
-    Attributes:
-        key_pool, value_pool: (num_slots, num_heads, head_dim), this layer's pools.
-        slot_mapping: (R, L + A) int64, pool row of each new token, then of each extra row.
-        block_table: (R, pages a branch) int32, page ids in storage order.
-        seq_lens: (R,) int32, storage indices to read, extra rows included.
-        layer_index: () int64 on the CPU.
-        launch: (2,) int64 on the CPU: page size, and the handle of this forward's ``LaunchPlan`` (0: none).
-    """
-
-    key_pool: torch.Tensor
-    value_pool: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    layer_index: torch.Tensor
-    launch: torch.Tensor
 
 
 class PagedForwardContext:
@@ -111,9 +87,9 @@ class PagedForwardContext:
             geometry = self.branches[0].ring.geometry
             self.mask = build_paged_mask(full_attn_spans, self.spans, geometry, device=self.storage.device)
         self._backend = backend
-        self._plan: LaunchPlan | None = None
-        self._inputs: list[PagedLayerInputs] = []
-        self._written_layers: set[int] = set()
+        self._plans: list[LaunchPlan] = []
+        self._parts: list[list[PagedLayerInputs]] = []
+        self._written_layers: list[set[int]] = [set()]
         self._prepared = False
         self._open = False
 
@@ -135,7 +111,8 @@ class PagedForwardContext:
     @property
     def unwritten_layers(self) -> tuple[int, ...]:
         """Layers of the pool that this forward has written nothing into so far."""
-        return tuple(layer for layer in range(self.storage.shape.num_layers) if layer not in self._written_layers)
+        written = set.intersection(*self._written_layers)
+        return tuple(layer for layer in range(self.storage.shape.num_layers) if layer not in written)
 
     def use_backend(self, name: str) -> None:
         """Compute with the attention backend of that name from now on.
@@ -151,9 +128,9 @@ class PagedForwardContext:
         if self._backend == name:
             return
         self._backend = name
-        if self._plan is not None:
-            self._plan = replace(self._plan, backend=name)
-            replace_launch_plan(self._inputs[0].launch, self._plan)
+        self._plans = [replace(plan, backend=name) for plan in self._plans]
+        for plan, inputs in zip(self._plans, self._parts, strict=True):
+            replace_launch_plan(inputs[0].launch, plan)
 
     def prepare(self) -> PagedForwardContext:
         """Claim the branches and build the tensors, once; calling it again does nothing. Returns itself.
@@ -170,8 +147,7 @@ class PagedForwardContext:
         self._check_up_to_date()
         for branch in self.branches:
             branch.prepare_write()
-        for branch, span in zip(self.branches, self.spans, strict=True):
-            branch.open_forward(span)
+        self._claim_branches()
         self._open = True
         try:
             self._build_inputs()
@@ -190,44 +166,31 @@ class PagedForwardContext:
                     f"was made for position {span.start}. Make a new one."
                 )
 
+    def _claim_branches(self) -> None:
+        for branch, span in zip(self.branches, self.spans, strict=True):
+            branch.open_forward(span)
+
+    def _release_branches(self, *, succeeded: bool) -> None:
+        for branch in self.branches:
+            branch.close_forward(succeeded=succeeded)
+
+    def _spans_by_part(self) -> Sequence[Sequence[ForwardSpan]]:
+        """Each branch's span, for each of the writes that a layer makes one after the other."""
+        return [self.spans]
+
     def _build_inputs(self) -> None:
-        storage = self.storage
-        self._plan = LaunchPlan(
-            page_size=storage.page_size,
-            rows=tuple(self._row_layout(b, s) for b, s in zip(self.branches, self.spans, strict=True)),
-            staging=storage.staging,
-            backend=self._backend,
-            mask=self.mask,
-            branches=self.branches,
-            written_layers=self._written_layers,
-        )
-        slots = torch.stack(
-            [
-                storage.slots(torch.cat([torch.arange(r.start, r.stop) for r in row.written_ranges]), branch.run)
-                for row, branch in zip(self._plan.rows, self.branches, strict=True)
-            ]
-        )
-        tables = torch.tensor([branch.run.pages for branch in self.branches], dtype=torch.int32)
-        lengths = torch.tensor([row.seq_len for row in self._plan.rows], dtype=torch.int32)
-        slot_mapping, block_table, seq_lens = (upload(t, storage.device) for t in (slots, tables, lengths))
-        launch = register_launch_plan(self._plan)
-        self._inputs = [
-            PagedLayerInputs(keys, values, slot_mapping, block_table, seq_lens, layer_index, launch)
-            for keys, values, layer_index in zip(
-                storage.key_pools, storage.value_pools, storage.layer_indices, strict=True
+        for spans, written in zip(self._spans_by_part(), self._written_layers, strict=True):
+            plan, inputs = build_layer_inputs(
+                self.branches, spans, backend=self._backend, mask=self.mask, written_layers=written
             )
-        ]
+            self._plans.append(plan)
+            self._parts.append(inputs)
         self._prepared = True
 
-    def _row_layout(self, branch: Branch, span: ForwardSpan) -> RowLayout:
-        run = branch.run
-        return RowLayout(
-            seq_len=span.seq_len,
-            base_slot=run.pages[0] * self.storage.page_size if run.is_contiguous else None,
-            staging_row=branch.staging_row,
-            staging_key=branch.staging_key if branch.staging_row is not None else None,
-            written_ranges=span.written_ranges(branch.ring.geometry),
-        )
+    def mark_written(self) -> None:
+        """Count every layer as written: a captured graph has just replayed all of them."""
+        for written in self._written_layers:
+            written.update(range(self.storage.shape.num_layers))
 
     def layer_inputs(self, layer: int) -> PagedLayerInputs:
         """Tensors of one layer.
@@ -240,9 +203,19 @@ class PagedForwardContext:
             raise RuntimeError("layer inputs are asked for before prepare(): call prepare() on the forward context.")
         if not self._open or any(branch.closed for branch in self.branches):
             raise RuntimeError("layer inputs are asked for after the end of their forward or session. Make a new one.")
-        if not 0 <= layer < len(self._inputs):
-            raise IndexError(f"layer {layer} does not exist; the pool has {len(self._inputs)} layers.")
-        return self._inputs[layer]
+        if not 0 <= layer < len(self._parts[0]):
+            raise IndexError(f"layer {layer} does not exist; the pool has {len(self._parts[0])} layers.")
+        return self.join_parts([inputs[layer] for inputs in self._parts])
+
+    @property
+    def parts(self) -> tuple[list[PagedLayerInputs], ...]:
+        """Inputs of every layer, for each of the writes that a layer makes one after the other; one but in a merge."""
+        return tuple(self._parts)
+
+    @staticmethod
+    def join_parts(parts: Sequence[PagedLayerInputs]) -> Any:
+        """One layer's inputs, one of each of ``parts``, in the form that ``layer_inputs`` returns them."""
+        return parts[0]
 
     def layer_context(self, layer: int) -> PagedLayerContext:
         """A handle on one layer of this forward."""
@@ -256,11 +229,10 @@ class PagedForwardContext:
         if not self._open:
             return
         self._open = False
-        if self._inputs:
-            drop_launch_plan(self._inputs[0].launch)
-        self._plan, self._inputs = None, []
-        for branch in self.branches:
-            branch.close_forward(succeeded=succeeded)
+        for inputs in self._parts:
+            drop_launch_plan(inputs[0].launch)
+        self._plans, self._parts = [], []
+        self._release_branches(succeeded=succeeded)
 
     def mark_committed(self) -> None:
         """End the forward as succeeded and advance every branch past it. No-op where it was committed already.

@@ -6,10 +6,10 @@ import torch
 
 
 def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a host tensor to a device; to a GPU through pinned memory, without a stream synchronisation."""
-    if torch.device(device).type != "cuda":
+    """Copy a tensor to a device; from the host to a GPU through pinned memory, without a stream synchronisation."""
+    if torch.device(device).type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ python scripts/benchmark.py op --heads 12 40 --queries 4680 --keys 18720 32760 -
 python scripts/benchmark.py op --preset order --output out/order.json
 python scripts/benchmark.py op --heads 12 --queries 4680 --keys 32760 --write-only
 python scripts/benchmark.py rollout --model tiny --num-frames 2000 --repeats 3
+python scripts/benchmark.py chunk --preset wan-1.3b --windows 3+9 0+21 --output out/chunk.json
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from diffusers_ardiff.benchmarks import OpCase, anchor_cases, measure_op, measure_write, order_cases, plot_op
+from diffusers_ardiff.benchmarks.chunk import add_chunk_command
 from diffusers_ardiff.benchmarks.rollout import describe, measure_rollout
 from diffusers_ardiff.doctor import DTYPES, examine
 from diffusers_ardiff.generation import load_pipeline
@@ -65,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     rollout.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     rollout.add_argument("--output", type=Path, help=".json")
     rollout.set_defaults(run=run_rollout, write_only=False, plot=None)
+    add_chunk_command(commands)
     options = parser.parse_args()
     if options.write_only and options.plot is not None:
         op.error("--plot draws attention times; leave it out with --write-only")

@@ -4,30 +4,17 @@ import copy
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from counting import CountingBackend, op_calls
 from dense import relative_error
 from tiny_wan import PagedRun, latents_of, text_of, tiny_transformer
-from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 from torch._inductor import scheduler
 from torch._inductor.utils import run_and_get_code
 
 NUM_LAYERS = 12
-
-
-class CountingBackend:
-    """Keeps every graph that dynamo hands to the compiler."""
-
-    def __init__(self, name: str) -> None:
-        self.compiler = lookup_backend(name)
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        self.graphs.append(graph)
-        return self.compiler(graph, example_inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +23,6 @@ def fresh_dynamo() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-def op_calls(graph: torch.fx.GraphModule) -> int:
-    return sum("paged_write_attn" in str(node.target) for node in graph.graph.nodes)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -148,5 +148,5 @@ class TestPipeline:
         pipe = make_pipeline()
         manager = pipe.create_cache(cache=CacheOptions(write="torch"))
         with pipe.stream(PROMPT, cache=manager, output_type="latent") as stream:
-            assert stream.rollout._attachment is pipe.paged_attachment(write="torch")
-            assert stream.rollout._attachment.write == "torch"
+            assert stream.rollout.runner.attachment is pipe.paged_attachment(write="torch")
+            assert stream.rollout.runner.attachment.write == "torch"

@@ -1,4 +1,4 @@
-"""Imports go one way: cache, context, attention, processors, pipelines; each knows only those before it."""
+"""Imports go one way: cache, context, attention, processors, graphs, pipelines; each knows only those before it."""
 
 import ast
 from pathlib import Path
@@ -8,8 +8,19 @@ import pytest
 import diffusers_ardiff
 
 ROOT = Path(diffusers_ardiff.__file__).parent
-LAYERS = ["cache", "masks", "launch", "context", "attention", "processors", "pipelines"]
-INTEGERS_ONLY = ["cache/ring.py", "cache/allocator.py", "cache/plan.py", "validation.py"]
+LAYERS = [
+    "cache",
+    "masks",
+    "launch",
+    "layer_inputs",
+    "context",
+    "merged",
+    "attention",
+    "processors",
+    "graphs",
+    "pipelines",
+]
+INTEGERS_ONLY = ["cache/ring.py", "cache/merged.py", "cache/allocator.py", "cache/plan.py", "validation.py"]
 
 
 def runtime_imports(path: Path) -> set[str]:
@@ -57,14 +68,14 @@ def test_policy_imports_only_policy(name: str) -> None:
     assert own <= allowed
 
 
-@pytest.mark.parametrize("layer", ["cache", "launch", "context", "attention"])
+@pytest.mark.parametrize("layer", ["cache", "launch", "layer_inputs", "context", "merged", "attention", "graphs"])
 def test_core_does_not_know_the_host_library(layer: str) -> None:
     for path in files_of(layer):
         roots = {imported.split(".")[0] for imported in runtime_imports(path)}
         assert not roots & {"diffusers", "transformers", "accelerate"}, path
 
 
-@pytest.mark.parametrize("layer", ["cache", "launch", "context"])
+@pytest.mark.parametrize("layer", ["cache", "launch", "layer_inputs", "context", "merged"])
 def test_storage_and_contexts_know_no_kernels(layer: str) -> None:
     for path in files_of(layer):
         assert not any(n.startswith(("torch.nn", "triton", "flash_attn")) for n in runtime_imports(path)), path

@@ -1,6 +1,7 @@
 """The write-and-attend op, its reference, and the backends it chooses from."""
 
 from . import backends
+from .in_turn import write_attn_in_turn
 from .op import paged_attention, paged_norm_rope_write_attn, paged_write_attn
 from .registry import (
     AttentionBackend,
@@ -32,4 +33,5 @@ __all__ = [
     "register_backend",
     "select_backend",
     "supported_kernel_block_sizes",
+    "write_attn_in_turn",
 ]

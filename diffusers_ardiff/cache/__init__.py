@@ -1,11 +1,11 @@
 """Paged K/V cache: window policy, page allocator, memory plan (integers only) and storage, sessions (tensors)."""
 
-from .allocator import OutOfPagesError, PageAllocator, PageRun
+from .allocator import OutOfPagesError, PageAllocator, PageRun, slot_of
 from .branch import Branch
 from .ledger import PageHold, PageLedger
 from .manager import KVManager
 from .plan import KVShape, MemoryLimitError, MemoryPlan, SideState, plan_memory
-from .ring import ForwardSpan, RingGeometry, RingState, slot_of
+from .ring import ForwardSpan, RingGeometry, RingState
 from .session import Session
 from .storage import KVStorage
 from .text import TextKV, TextLayerKV

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..validation import check_int
 
@@ -22,10 +23,27 @@ class PageRun:
 
     pages: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_contiguous(self) -> bool:
         """Whether the pages follow each other in the pool, so that the keys are a plain view of it."""
         return all(b == a + 1 for a, b in zip(self.pages, self.pages[1:], strict=False))
+
+
+def slot_of(storage_index: int, page_table: list[int] | tuple[int, ...], page_size: int) -> int:
+    """Row of the flat pool that holds a storage index: ``table[r // B] * B + r % B``.
+
+    Example: ``slot_of(47, [7, 3, 9], 16) == 159``
+
+    Raises:
+        ValueError: the page size is not positive, or the index lies outside the table.
+    """
+    check_int("page_size", page_size, minimum=1)
+    if not 0 <= storage_index < len(page_table) * page_size:
+        raise ValueError(
+            f"storage index {storage_index} is outside the page table: {len(page_table)} pages of {page_size} slots "
+            f"hold the indices 0 to {len(page_table) * page_size - 1}."
+        )
+    return page_table[storage_index // page_size] * page_size + storage_index % page_size
 
 
 class PageAllocator:

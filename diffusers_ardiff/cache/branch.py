@@ -12,6 +12,7 @@ import torch
 from ..transfer import download, upload
 from .allocator import PageRun
 from .ledger import PageHold, PageLedger
+from .merged import MergedSpans, begin_merged, finish_merged
 from .ring import ForwardSpan
 from .storage import KVStorage, StagingKey
 
@@ -120,6 +121,19 @@ class Branch:
         self.ring.finish(span, succeeded=succeeded)
         if span.is_recache or not succeeded:
             self.history += 1
+
+    def open_merged(self, spans: MergedSpans) -> None:
+        """Claim the branch for a merged forward; raises like ``open_forward``."""
+        self.check_idle("a merged forward")
+        self.prepare_write()
+        begin_merged(self.ring, spans)
+        self._open_span = spans.upcoming
+
+    def close_merged(self, spans: MergedSpans, *, succeeded: bool) -> None:
+        """End the open merged forward: its first rows are committed, or, after a failure, the branch is stale."""
+        self._open_span = None
+        finish_merged(self.ring, spans, succeeded=succeeded)
+        self.history += 1
 
     def check_commit(self, span: ForwardSpan | None = None) -> None:
         """Raise RuntimeError if ``commit`` would: closed, stale, a forward is open, or another one ran after ``span``."""

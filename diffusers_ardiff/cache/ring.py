@@ -68,23 +68,6 @@ class RingGeometry:
         return min(self.sink_tokens + end - origin, self.sink_tokens + self.window_tokens)
 
 
-def slot_of(storage_index: int, page_table: list[int] | tuple[int, ...], page_size: int) -> int:
-    """Row of the flat pool that holds a storage index: ``table[r // B] * B + r % B``.
-
-    Example: ``slot_of(47, [7, 3, 9], 16) == 159``
-
-    Raises:
-        ValueError: the page size is not positive, or the index lies outside the table.
-    """
-    check_int("page_size", page_size, minimum=1)
-    if not 0 <= storage_index < len(page_table) * page_size:
-        raise ValueError(
-            f"storage index {storage_index} is outside the page table: {len(page_table)} pages of {page_size} slots "
-            f"hold the indices 0 to {len(page_table) * page_size - 1}."
-        )
-    return page_table[storage_index // page_size] * page_size + storage_index % page_size
-
-
 @dataclass(frozen=True, kw_only=True)
 class ForwardSpan:
     """What one legal forward writes and reads: rows at positions ``start .. start + num_tokens - 1``."""
@@ -168,9 +151,9 @@ class RingState:
         is_recache = begin != self.committed_end
         self._check_continues(begin, num_tokens, is_recache)
         self._check_fits(begin, num_tokens)
-        self._check_nothing_lost(begin, num_tokens)
         if self._stale_start is not None and not (is_recache and begin <= self._stale_start):
             raise RuntimeError(self.stale_message(f"a forward at position {begin}"))
+        self._check_nothing_lost(begin, num_tokens)
         return ForwardSpan(
             start=begin,
             num_tokens=num_tokens,
@@ -245,6 +228,11 @@ class RingState:
             self._stale_start = None if succeeded else span.start
         elif succeeded:
             self._pending = span
+
+    def mark_stale(self) -> None:
+        """Refuse everything but a recache of the whole window; nothing where there is no history."""
+        span = self.recache_span()
+        self._stale_start = None if span is None else span[0]
 
     def check_commit(self, span: ForwardSpan | None = None) -> None:
         """Say whether ``commit`` would be refused. Changes nothing.

@@ -6,6 +6,8 @@ allocations, since two views of one tensor would cost a clone of the whole pool 
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from ..transfer import download, upload
@@ -70,6 +72,7 @@ class KVStorage:
         self.key_pools = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
         self.value_pools = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
         self.num_copied_runs = 0
+        self._tables: weakref.WeakKeyDictionary[PageRun, torch.Tensor] = weakref.WeakKeyDictionary()
         self.layer_indices = [torch.tensor(layer) for layer in range(shape.num_layers)]
         self.staging: StagingPools | None = None
         if num_staging_rows > 0:
@@ -91,9 +94,15 @@ class KVStorage:
         staging = self.staging.num_bytes if self.staging is not None else 0
         return staging + sum(pool.numel() * pool.element_size() for pool in (*self.key_pools, *self.value_pools))
 
+    def table(self, run: PageRun) -> torch.Tensor:
+        """Page ids of a run in storage order (int64, CPU), made once a run."""
+        if run not in self._tables:
+            self._tables[run] = torch.tensor(run.pages, dtype=torch.int64)
+        return self._tables[run]
+
     def slots(self, storage_indices: torch.Tensor, run: PageRun) -> torch.Tensor:
         """Pool rows (int64, CPU) of storage indices (int64, CPU) of a branch."""
-        table = torch.tensor(run.pages, dtype=torch.int64)
+        table = self.table(run)
         return table[storage_indices // self.page_size] * self.page_size + storage_indices % self.page_size
 
     def move(self, run: PageRun, move: FlushMove) -> None:

@@ -30,17 +30,18 @@ from .memory import CachePlanner
 from .opening import check_call, open_stream
 from .output import ARDiffusionPipelineOutput
 from .prompts import PromptSwitch
-from .rollout import LatentShape
 from .settings import CallProperties, StepCallback
 from .steps import StepNoise
 from .stream import ARStream
 from .text import PromptEncoding, default_text_len
 from .vae_stream import spatial_factor, temporal_factor
+from .warmup import WarmUp
+from .window import LatentShape
 
 DEFAULT_RECIPE = "self-forcing"
 
 
-class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, WanLoraLoaderMixin):
+class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, WarmUp, WanLoraLoaderMixin):
     """Text, image and video to video, chunk by chunk through a paged K/V cache.
 
         pipe = ARDiffusionPipeline.from_pretrained("tiny")
@@ -265,6 +266,7 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, Wan
         cache: CacheOptions | KVManager | None = None,
         control_hook: ControlHook | None = None,
         controls: Any = None,
+        merge_commits: bool = False,
     ) -> ARDiffusionPipelineOutput | tuple[Any]:
         """Generate whole videos.
 
@@ -292,6 +294,7 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, Wan
             cache: ``CacheOptions``, or a pool from ``create_cache`` to share.
             control_hook: edits the transformer's arguments before every forward; see ``ControlHook``.
             controls: any object for the hook, until an event replaces it.
+            merge_commits: run each chunk's commit in one forward with the next chunk's first step (docs/speed.md).
 
         Raises:
             ValueError, TypeError, MemoryLimitError: a bad argument, before anything is allocated.
@@ -324,6 +327,7 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, Wan
                 callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs,
                 control_hook=control_hook,
                 controls=controls,
+                merge_commits=merge_commits,
             ),
         )
         with self.progress_bar(total=call.num_steps) as bar, open_stream(self, call, on_step=bar.update) as stream:

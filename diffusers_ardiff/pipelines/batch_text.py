@@ -14,6 +14,7 @@ class BatchText:
 
     def __init__(self) -> None:
         self._joined: dict[str, tuple[list[TextKV], TextKV]] = {}
+        self._doubled: tuple[TextKV, TextKV] | None = None
 
     def set(self, branches: Sequence[Branch], text: TextKV) -> None:
         """Give each branch its row of ``text``, as views."""
@@ -33,6 +34,12 @@ class BatchText:
             self.set(branches, _join(rows))
         return self._joined[name][1]
 
+    def double(self, text: TextKV) -> TextKV:
+        """The rows of ``text`` twice, for a merged forward; made once a prompt."""
+        if self._doubled is None or self._doubled[0] is not text:
+            self._doubled = (text, text.apply(lambda tensor: torch.cat([tensor, tensor])))
+        return self._doubled[1]
+
     def copy(self) -> BatchText:
         """For a fork, whose branches hold the same rows."""
         copied = BatchText()
@@ -42,6 +49,7 @@ class BatchText:
     def clear(self) -> None:
         """Let go of the joined rows; the branches keep theirs."""
         self._joined.clear()
+        self._doubled = None
 
 
 def _join(rows: Sequence[TextKV]) -> TextKV:

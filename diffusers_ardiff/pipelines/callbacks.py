@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .calls import NEGATIVE, POSITIVE
 from .prompts import PromptState
-from .rollout import NEGATIVE, POSITIVE
 from .settings import StreamSettings
 
 if TYPE_CHECKING:

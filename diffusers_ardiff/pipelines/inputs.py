@@ -238,6 +238,7 @@ class CallArguments:
     max_pending_events: int = MAX_PENDING_EVENTS
     callback_on_step_end: StepCallback | PipelineCallback | MultiPipelineCallbacks | None = None
     callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",)
+    merge_commits: bool = False
 
     @property
     def callback_tensors(self) -> Sequence[str]:
@@ -245,6 +246,18 @@ class CallArguments:
         if isinstance(self.callback_on_step_end, (PipelineCallback, MultiPipelineCallbacks)):
             return self.callback_on_step_end.tensor_inputs
         return self.callback_on_step_end_tensor_inputs
+
+
+def check_merge(arguments: CallArguments, *, guided: bool) -> None:
+    """Raise ValueError where commits are to be merged in a call that runs other forwards between or beside them."""
+    if not isinstance(arguments.merge_commits, bool):
+        raise ValueError(f"merge_commits must be True or False, got {arguments.merge_commits!r}.")
+    if arguments.merge_commits and (guided or arguments.control_hook is not None):
+        reason = "guidance (guidance_scale above 1)" if guided else "a control_hook"
+        raise ValueError(
+            f"merge_commits=True does not go with {reason}: a merged forward serves one branch, and its two chunks have "
+            "one set of arguments. Leave one of them out."
+        )
 
 
 def call_arguments(method: str, **arguments: Any) -> CallArguments:

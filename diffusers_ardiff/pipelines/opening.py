@@ -13,12 +13,14 @@ from ..cache import KVManager
 from ..recipes import Recipe, load_recipe
 from ..validation import check_int
 from .checks import check_components, check_embeds, check_given_latents
+from .forwards import ForwardRunner
 from .inputs import (
     CallArguments,
     FramePlan,
     check_choices,
     check_generators,
     check_guidance,
+    check_merge,
     check_noise,
     check_single_source,
     check_step_noise,
@@ -29,11 +31,12 @@ from .live import EventRules, Inbox
 from .memory import CachePlanner
 from .output import FrameOutput
 from .prompts import count_prompts
-from .rollout import LatentShape, Rollout
+from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
 from .stream import ARStream
 from .vae_stream import VaeDecodeStream, VaeEncodeStream, encode_video, num_pixel_frames
+from .window import LatentShape
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
@@ -78,6 +81,7 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
     schedule = sorted_schedule(a.prompt_schedule, num_videos)
     check_components(pipeline, a, guided=scale > 1.0)
     check_embeds(a, pipeline.transformer.config["text_dim"])
+    check_merge(a, guided=scale > 1.0)
     check_choices(a.output_type, a.callback_tensors, pipeline._callback_tensor_inputs)
     check_single_source(image=a.image, video=a.video, context_latents=a.context_latents)
     generator = check_generators(a.generator, num_videos)
@@ -244,10 +248,15 @@ def open_stream(
 
 def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
     a, planner = call.arguments, call.planner
-    manager = a.cache if isinstance(a.cache, KVManager) else planner.build()
     attachment = pipeline.paged_attachment(planner.options.backend, planner.options.write)
-    rollout = Rollout(attachment, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
+    manager = a.cache if isinstance(a.cache, KVManager) else pipeline.warm_pool(planner)
+    manager = manager or planner.build()
+    runner = ForwardRunner(attachment)
+    if pipeline._warm is not None:
+        pipeline._warm.equip(runner, manager)
+    rollout = Rollout(runner, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
     rollout.control_hook, rollout.controls = a.control_hook, a.controls
+    rollout.merge_commits = a.merge_commits
     return rollout
 
 

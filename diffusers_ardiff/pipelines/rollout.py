@@ -4,65 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..cache import KVManager, RingGeometry, Session, TextKV
+from ..cache import Branch, KVManager, Session, TextKV
 from ..context import PagedForwardContext
-from ..processors import PagedAttachment, TransformerGeometry
+from ..merged import MergedForwardContext
 from ..recipes import Recipe
-from ..rope import Rotary, VideoRope
 from ..transfer import download, upload
 from .batch_text import BatchText
-from .hook import ControlHook, ControlInputs, apply_hook
-
-POSITIVE, NEGATIVE = "positive", "negative"
-_CACHE_CONTEXT = {POSITIVE: "cond", NEGATIVE: "uncond"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentShape:
-    """Shape of one latent frame of a rollout."""
-
-    num_videos: int
-    channels: int
-    height: int
-    width: int
-
-    def chunk(self, num_frames: int) -> tuple[int, int, int, int, int]:
-        """(videos, channels, frames, height, width) of a chunk."""
-        return (self.num_videos, self.channels, num_frames, self.height, self.width)
-
-
-def ring_geometry(recipe: Recipe, tokens_per_frame: int, page_size: int) -> RingGeometry:
-    """The recipe's window in tokens of this frame size."""
-    sink = recipe.num_sink_frames
-    if recipe.num_window_frames is not None:
-        window = recipe.num_window_frames
-    else:
-        window = (recipe.max_latent_frames or 0) - sink
-    return RingGeometry(
-        sink_tokens=sink * tokens_per_frame,
-        window_tokens=window * tokens_per_frame,
-        page_size=page_size,
-        full_history=recipe.num_window_frames is None,
-    )
-
-
-def kept_frames(recipe: Recipe) -> int:
-    """Latent frames that can be visible at once, S + W; as many clean latents are kept for a recache."""
-    if recipe.num_window_frames is None:
-        return recipe.max_latent_frames or 0
-    return recipe.num_sink_frames + recipe.num_window_frames
+from .calls import NEGATIVE, POSITIVE, ForwardCalls
+from .forwards import ForwardRunner
+from .hook import ControlHook
+from .window import LatentShape, kept_frames
 
 
 class Rollout:
     """The latent state of a batch of videos: one session a video, all of them rows of each forward.
 
     Args:
-        attachment: paged processors of the transformer; attached here for the length of each forward only.
+        runner: runs the forwards; the paged processors are attached for the length of each only.
         manager: pool to open the sessions in.
         recipe: chunk, window, steps.
         shape: latent shape.
@@ -72,11 +34,13 @@ class Rollout:
     Attributes:
         control_hook: edits the transformer's arguments in every forward; None: nobody does.
         controls: what the hook gets for the chunk held and those to come; changed by ``set_controls``.
+        merge_commits: run the commit of a chunk held in one forward with the first step of the next chunk, where both
+            have one size and nothing came between them. Without guidance and control hook only.
     """
 
     def __init__(
         self,
-        attachment: PagedAttachment,
+        runner: ForwardRunner,
         manager: KVManager,
         recipe: Recipe,
         shape: LatentShape,
@@ -89,21 +53,15 @@ class Rollout:
         self.device = device
         self.branch_names = (POSITIVE, NEGATIVE) if guided else (POSITIVE,)
         self.num_latent_frames = 0
+        self.merge_commits = False
         self.control_hook: ControlHook | None = None
         self.controls: Any = None
-        self._attachment = attachment
-        self._transformer = attachment.transformer
-        self._geometry: TransformerGeometry = attachment.geometry
-        self._rope = VideoRope(head_dim=self._geometry.head_dim)
-        # Text K/V are bound in every forward; the host only needs a row to run its text embedder on.
-        self._text_stub = torch.zeros(
-            shape.num_videos, 1, self._transformer.config["text_dim"], dtype=self._transformer.dtype, device=device
-        )
+        self.runner = runner
+        self._calls = ForwardCalls(runner.attachment, shape, device)
         self._text = BatchText()
         self._recent = torch.zeros(shape.chunk(0), device=device)
         self._recent_controls: tuple[Any, ...] = ()
         self._uncommitted: torch.Tensor | None = None
-        self._rotary: tuple[tuple[int, int], Rotary] | None = None
         self.sessions: list[Session] = []
         try:
             for _ in range(shape.num_videos):
@@ -115,7 +73,7 @@ class Rollout:
     @property
     def tokens_per_frame(self) -> int:
         """C, tokens of one latent frame."""
-        return self._geometry.tokens_per_frame(self.shape.height, self.shape.width)
+        return self._calls.tokens_per_frame
 
     @property
     def recent_latents(self) -> torch.Tensor:
@@ -136,20 +94,22 @@ class Rollout:
                     f"the {name} prompt embeddings have {value.shape[0]} rows for {self.shape.num_videos} videos; give "
                     "one each."
                 )
-        return {name: self._attachment.compute_text_kv(value.to(self.device)) for name, value in embeds.items()}
+        return {name: self.runner.attachment.compute_text_kv(value.to(self.device)) for name, value in embeds.items()}
 
     def set_text(self, text: Mapping[str, TextKV]) -> None:
-        """Replace the text of the branches named; self K/V stay as they are.
+        """Replace the text of the branches named; self K/V stay as they are. A commit that is due runs first.
 
         Raises:
             KeyError: unknown branch.
         """
+        self.commit_held()
         rows = {name: [session.branch(name) for session in self.sessions] for name in text}
         for name, value in text.items():
             self._text.set(rows[name], value)
 
     def clear_text(self) -> None:
-        """Forget the prompt; the next forward needs another one first."""
+        """Forget the prompt, after a commit that is due; the next forward needs another one first."""
+        self.commit_held()
         self._text.clear()
         for session in self.sessions:
             for branch in session.branches:
@@ -158,7 +118,8 @@ class Rollout:
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def predict(self, latents: torch.Tensor, timestep: float, guidance_scale: float) -> torch.Tensor:
-        """One denoise step's velocity for the next chunk; writes its K/V, advances nothing.
+        """One denoise step's velocity for the next chunk; writes its K/V, advances nothing. A commit that is due runs
+        before it, or with it (``merge_commits``).
 
         Args:
             latents: (videos, channels, frames, height, width) noisy chunk.
@@ -166,6 +127,10 @@ class Rollout:
             guidance_scale: weight of the positive branch; the negative one runs only where there is one and the
                 scale is above 1.0.
         """
+        held = self._uncommitted
+        if held is not None and self.merge_commits and held.shape == latents.shape:
+            return self._forward_merged(held, latents, timestep)
+        self.commit_held()
         positive = self._forward(POSITIVE, latents, timestep)
         if NEGATIVE not in self.branch_names or guidance_scale <= 1.0:
             return positive
@@ -183,11 +148,13 @@ class Rollout:
         """Run the clean forward of the chunk held, if there is one, in every branch, then advance all of them."""
         if self._uncommitted is None:
             return
-        latents = self._uncommitted
         for name in self.branch_names:
-            self._forward(name, latents, self.recipe.commit_timestep)
+            self._forward(name, self._uncommitted, self.recipe.commit_timestep)
         for session in self.sessions:
             session.commit()
+        self._keep_committed(self._uncommitted)
+
+    def _keep_committed(self, latents: torch.Tensor) -> None:
         self._recent = torch.cat([self._recent, latents], dim=2)[:, :, -kept_frames(self.recipe) :].clone()
         controls = (self.controls,) * latents.shape[2]
         self._recent_controls = (self._recent_controls + controls)[-kept_frames(self.recipe) :]
@@ -201,9 +168,17 @@ class Rollout:
     def recache(self, text: Mapping[str, TextKV]) -> None:
         """Rewrite the window's keys under a new text, then keep that text. No-op on an empty history.
 
-        Raises whatever the forward raises; the branch is then stale until the same recache succeeds.
+        After a merged forward that failed, the window is first rewritten under the old text, and the chunk held is
+        committed. Raises whatever a forward raises; the branch is then stale until the same recache succeeds.
         """
+        if self._uncommitted is not None and any(b.ring.stale for session in self.sessions for b in session.branches):
+            self._rewrite_window(dict.fromkeys(self.branch_names))
         self.commit_held()
+        self._rewrite_window(text)
+        self.set_text(text)
+
+    def _rewrite_window(self, text: Mapping[str, TextKV | None]) -> None:
+        """Rewrite the window's keys in the branches named, under these texts (None: the branch's own)."""
         for name, value in text.items():
             span = self.sessions[0].branch(name).ring.recache_span()
             if span is not None:
@@ -212,7 +187,6 @@ class Rollout:
                 latents, controls = self._recent[:, :, first:], self._recent_controls[first:]
                 timestep = self.recipe.commit_timestep
                 self._forward(name, latents, timestep, start=span[0], text=value, controls=controls)
-        self.set_text(text)
 
     def flush(self, num_frames: int) -> None:
         """Keep the sink and the last ``num_frames`` latent frames of history; positions go on."""
@@ -238,7 +212,7 @@ class Rollout:
         self._check_open()
         self.commit_held()
         child = copy.copy(self)
-        child.sessions, child._text = [], self._text.copy()
+        child.sessions, child._text, child._calls = [], self._text.copy(), self._calls.copy()
         try:
             for session in self.sessions:
                 child.sessions.append(session.fork())
@@ -279,10 +253,11 @@ class Rollout:
 
     def close(self) -> None:
         """Give all pages back; calling it again does nothing."""
-        self._uncommitted = self.controls = self.control_hook = self._rotary = None
+        self._uncommitted = self.controls = self.control_hook = None
         self._recent_controls = ()
         self._text.clear()
-        self._recent, self._text_stub = self._recent.new_empty(0), self._text_stub.new_empty(0)
+        self._recent = self._recent.new_empty(0)
+        self._calls.close()
         for session in self.sessions:
             session.close()
         # A closed session still knows its pool; a stream that somebody keeps must not keep the pool.
@@ -305,39 +280,37 @@ class Rollout:
         """The transformer's output for these frames; ``controls`` is one a frame, None: the current ones."""
         self._check_open()
         branches = [session.branch(branch_name) for session in self.sessions]
-        text = text or self._text.get(branches)
-        if text is None:
-            raise RuntimeError(f"branch {branch_name!r} has no prompt; set one before the next chunk.")
-        num_tokens = latents.shape[2] * self.tokens_per_frame
-        forward = PagedForwardContext(branches, num_tokens=num_tokens, start=start, backend=self._attachment.backend)
-        start_frame, num_frames = forward.starts[0] // self.tokens_per_frame, latents.shape[2]
-        rotary = self._rotary_for(start_frame, num_frames)
-        transformer, stub = self._transformer, self._text_stub
-        arguments = self._arguments(
-            latents.to(stub.dtype),
-            timestep,
-            frame_controls=controls if controls is not None else (self.controls,) * num_frames,
-            start_latent_frame=start_frame,
-            branch=branch_name,
+        text = text or self._text_of(branches)
+        num_frames = latents.shape[2]
+        forward = PagedForwardContext(
+            branches,
+            num_tokens=num_frames * self.tokens_per_frame,
+            start=start,
+            backend=self.runner.attachment.backend,
         )
-        cache_context = transformer.cache_context(_CACHE_CONTEXT[branch_name])
-        with self._attachment, forward, self._attachment.bind(forward, rotary, text), cache_context:
-            return transformer(**arguments, encoder_hidden_states=stub, return_dict=False)[0]
+        frame_controls = controls if controls is not None else (self.controls,) * num_frames
+        control = (self.control_hook, frame_controls)
+        return self.runner.run(
+            self._calls.plain(forward, latents, timestep, text, branch=branch_name, control=control)
+        )
 
-    def _arguments(self, latents: torch.Tensor, timestep: float, **inputs: Any) -> dict[str, Any]:
-        """The transformer's arguments; ``inputs`` are the other fields of ``ControlInputs``."""
-        timesteps = torch.full((latents.shape[0],), timestep, device=self.device)
-        if self.control_hook is None:
-            return {"hidden_states": latents, "timestep": timesteps}
-        # A clone: a hook that edits in place must not reach the latents that the next step starts from.
-        return apply_hook(self.control_hook, ControlInputs(latents=latents.clone(), timestep=timesteps, **inputs))
+    def _forward_merged(self, held: torch.Tensor, latents: torch.Tensor, timestep: float) -> torch.Tensor:
+        """Commit the chunk held and predict the next one's velocity in one forward."""
+        self._check_open()
+        branches = [session.branch(POSITIVE) for session in self.sessions]
+        text = self._text.double(self._text_of(branches))
+        forward = MergedForwardContext(
+            branches,
+            num_tokens=latents.shape[2] * self.tokens_per_frame,
+            backend=self.runner.attachment.backend,
+        )
+        timesteps = (self.recipe.commit_timestep, timestep)
+        out = self.runner.run(self._calls.merged(forward, (held, latents), timesteps, text))
+        self._keep_committed(held)
+        return out[len(branches) :]
 
-    def _rotary_for(self, start_frame: int, num_frames: int) -> Rotary:
-        """Angles of these frames, computed once a chunk."""
-        key = (start_frame, num_frames)
-        if self._rotary is None or self._rotary[0] != key:
-            _, patch_height, patch_width = self._geometry.patch_size
-            positions = [range(start_frame, start_frame + num_frames)]
-            grid = (self.shape.height // patch_height, self.shape.width // patch_width)
-            self._rotary = (key, self._rope([list(p) for p in positions], *grid, device=self.device))
-        return self._rotary[1]
+    def _text_of(self, branches: list[Branch]) -> TextKV:
+        text = self._text.get(branches)
+        if text is None:
+            raise RuntimeError(f"branch {branches[0].name!r} has no prompt; set one before the next chunk.")
+        return text

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from ..transfer import upload
+
 StepNoise = torch.Tensor | Callable[[int, int, tuple[int, ...]], torch.Tensor]
 """Noise added after each but a chunk's last step: (chunks, steps - 1, videos, channels, frames, height, width), or a
 function of (chunk index, step index, shape of one chunk's latents)."""
@@ -56,7 +58,7 @@ class NoiseSource:
                 f"`latents` holds noise for {self.latents.shape[2]} frames, the next chunk needs frames {first_frame} "
                 f"to {end - 1}. Give more noise, or stop before."
             )
-        return self.latents[:, :, first_frame:end].to(self.device, torch.float32)
+        return upload(self.latents[:, :, first_frame:end].float(), self.device)
 
     def step(self, shape: tuple[int, ...], chunk_index: int, step_index: int) -> torch.Tensor:
         """Noise added after one step of a chunk."""
@@ -76,7 +78,7 @@ class NoiseSource:
                 f"`step_noise` of chunk {chunk_index}, step {step_index} has shape {tuple(noise.shape)}, expected "
                 f"{tuple(shape)}."
             )
-        return noise.to(self.device, torch.float32)
+        return upload(noise.float(), self.device)
 
     def fork(self, generator: Any = None) -> NoiseSource:
         """The noise to come, once more: drawing from one source does not advance the other.
@@ -91,4 +93,7 @@ class NoiseSource:
         return dataclasses.replace(self, generator=generator)
 
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return randn_tensor(shape, generator=self.generator, device=self.device, dtype=torch.float32)
+        # Drawn where the generator lives, then copied without waiting: the device goes on with what is queued.
+        first = self.generator[0] if isinstance(self.generator, list) else self.generator
+        device = self.device if first is None else first.device
+        return upload(randn_tensor(shape, generator=self.generator, device=device, dtype=torch.float32), self.device)

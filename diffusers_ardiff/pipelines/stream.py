@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .callbacks import run_callback
+from .calls import NEGATIVE
 from .control import ControlEvent
 from .frames import check_history_limit, next_chunk_size
 from .inputs import check_generators
 from .live import Inbox, LiveControl
 from .output import ARChunk, FrameOutput
 from .prompts import PromptChange, PromptState
-from .rollout import NEGATIVE, Rollout
+from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource, add_noise, predict_clean
 
@@ -118,12 +119,13 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             raise
 
     def _reach_next_chunk(self) -> torch.Tensor | int | None:
-        """Commit what is due; the next chunk's given latents, or its frames to generate, or None at the end."""
+        """Commit what is due, unless that is merged with the next step; the next chunk's given latents, or its frames to generate, or None at the end."""
         given = next(self._given, None)
         size = self._next_size() if given is None else None
         if given is None and size is None:
             return None
-        self.rollout.commit_held()
+        if not self.rollout.merge_commits:
+            self.rollout.commit_held()
         if given is not None:
             return given
         self._apply_schedule()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
+from .calls import NEGATIVE, POSITIVE
 from .prompts import count_prompts
-from .rollout import NEGATIVE, POSITIVE
 
 MAX_TEXT_LEN = 512
 

@@ -11,7 +11,7 @@ import torch
 
 from ..attention import WriteChoice, check_write_name, choose_write, fused_write_refusals, get_backend
 from ..cache import KVShape, TextKV
-from ..context import PagedForwardContext
+from ..context import ForwardInputs
 from ..rope import Rotary
 from .wan import HostSettings, PagedWanCrossAttnProcessor, PagedWanSelfAttnProcessor, norm_refusals, project_text
 
@@ -186,7 +186,7 @@ class PagedAttachment:
             self.detach()
 
     @contextmanager
-    def bind(self, context: PagedForwardContext, rotary: Rotary, text: TextKV | None = None) -> Iterator[None]:
+    def bind(self, context: ForwardInputs, rotary: Rotary, text: TextKV | None = None) -> Iterator[None]:
         """Hand one prepared forward's inputs to the processors; always taken back.
 
         Args:
@@ -247,7 +247,7 @@ class PagedAttachment:
         refusals = [] if self.write == "torch" else self.fused_write_refusals(device_type, dtype)
         return choose_write(self.write, refusals)
 
-    def _check_all_written(self, context: PagedForwardContext) -> None:
+    def _check_all_written(self, context: ForwardInputs) -> None:
         unwritten = [layer for layer in context.unwritten_layers if layer < len(self._attn)]
         if unwritten:
             raise RuntimeError(

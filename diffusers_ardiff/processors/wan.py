@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-from ..attention import QKNorm, WriteChoice, paged_norm_rope_write_attn, paged_write_attn
+from ..attention import QKNorm, WriteChoice, paged_norm_rope_write_attn, paged_write_attn, write_attn_in_turn
 from ..attention.writing import FUSED_DTYPES, TORCH_WRITE
 from ..cache.text import TextLayerKV
 from ..context import PagedLayerInputs
+from ..merged import MergedLayerInputs
 from ..rope import Rotary, apply_rotary
 
 
@@ -47,7 +48,7 @@ class PagedWanSelfAttnProcessor(HostSettings):
     ``write`` says who normalises, rotates and writes; whoever sets it has asked ``norm_refusals`` before.
     """
 
-    inputs: PagedLayerInputs | None = None
+    inputs: PagedLayerInputs | MergedLayerInputs | None = None
     write: WriteChoice = TORCH_WRITE
 
     def __call__(
@@ -76,14 +77,17 @@ class PagedWanSelfAttnProcessor(HostSettings):
         heads = (attn.heads, -1)
         query, key, value = _project_qkv(attn, hidden_states)
         is_fused = self.write.compiled if torch.compiler.is_compiling() else self.write.eager
-        if is_fused and rotary_emb is not None:
+        if is_fused and rotary_emb is not None and not isinstance(self.inputs, MergedLayerInputs):
             states = (query.unflatten(2, heads), key.unflatten(2, heads), value.unflatten(2, heads))
             norm = QKNorm(attn.norm_q.weight, attn.norm_k.weight, attn.norm_q.eps)
             return _project_out(attn, paged_norm_rope_write_attn(self.inputs, *states, rotary_emb, norm))
         query, key = attn.norm_q(query).unflatten(2, heads), attn.norm_k(key).unflatten(2, heads)
         if rotary_emb is not None:
             query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
-        return _project_out(attn, paged_write_attn(self.inputs, query, key, value.unflatten(2, heads)))
+        value = value.unflatten(2, heads)
+        if isinstance(self.inputs, MergedLayerInputs):
+            return _project_out(attn, write_attn_in_turn(self.inputs, query, key, value))
+        return _project_out(attn, paged_write_attn(self.inputs, query, key, value))
 
 
 class PagedWanCrossAttnProcessor(HostSettings):

@@ -1,0 +1,60 @@
+"""One transformer forward of a rollout: plain, compiled, or replayed from a captured graph."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ..graphs import CompiledShapes, ForwardCall, GraphSet, graph_key
+from ..processors import PagedAttachment
+
+
+class ForwardRunner:
+    """Runs the forwards of one transformer with its paged processors.
+
+    Attributes:
+        graphs: captured forwards of the pool that the rollout's sessions live in; None: every forward is launched
+            kernel by kernel.
+        shapes: shapes that the blocks were compiled for; others run eagerly, so that they compile nothing. None: the
+            blocks are as the user left them.
+    """
+
+    def __init__(self, attachment: PagedAttachment) -> None:
+        self.attachment = attachment
+        self.graphs: GraphSet | None = None
+        self.shapes: CompiledShapes | None = None
+
+    def run(self, call: ForwardCall) -> torch.Tensor:
+        """The transformer's output (rows, channels, frames, height, width); the call's context is opened and closed.
+
+        Raises:
+            RuntimeError: the pool of the captured graphs has moved; nothing was claimed or written.
+        """
+        graphs = self.graphs
+        if graphs is not None:
+            graphs.check_pools()
+        with self.attachment, call.context:
+            key = graph_key(call) if graphs is not None else None
+            if graphs is None or key is None:
+                return self._launch(call)
+            replayed = graphs.replay(key, call)
+            if replayed is not None:
+                call.context.mark_written()
+                return replayed
+            out = self._launch(call)
+            if graphs.recording:
+                graphs.capture(key, call, self._launch)
+            return out
+
+    def _launch(self, call: ForwardCall) -> torch.Tensor:
+        transformer = self.attachment.transformer
+        bound = self.attachment.bind(call.context, call.rotary, call.text)
+        with self._compile_scope(call), bound, transformer.cache_context(call.cache_name):
+            return transformer(**call.arguments, return_dict=False)[0]
+
+    def _compile_scope(self, call: ForwardCall) -> AbstractContextManager[Any]:
+        if self.shapes is None or self.shapes.allows(call):
+            return nullcontext()
+        return torch.compiler.set_stance("force_eager")

@@ -1,0 +1,327 @@
+"""Work done once, before the first video: compile the blocks, capture whole forwards, keep the pool they live in.
+
+A warm-up runs one short stream: every chunk while the window fills, the first overwrite, the steady state. Each new
+shape is compiled and each new ``GraphKey`` captured. Later calls of the same size open their sessions in the same pages
+of the same pool, so they meet the same keys.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..cache import KVManager, RingGeometry
+from ..graphs import CompiledShapes, CudaRecorder, GraphSet, Recorder
+from ..processors import PagedAttachment
+from .forwards import ForwardRunner
+from .inputs import CacheOptions
+from .memory import CachePlanner
+from .window import LatentShape, kept_frames
+
+if TYPE_CHECKING:
+    from .ar_pipeline import ARDiffusionPipeline
+
+RECOMPILE_LIMIT = 256
+
+CompileOptions = bool | Mapping[str, Any]
+"""True: diffusers' ``compile_repeated_blocks`` with fixed shapes; a mapping: more arguments for it, such as ``mode``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupReport:
+    """What a warm-up did.
+
+    Args:
+        total_seconds: all of it.
+        chunk_seconds: of each chunk it made; compilation and captures are in the first of them.
+        capture_seconds: spent on capturing forwards.
+        num_compiled_shapes: shapes of forwards that run compiled from now on; others run eagerly.
+        num_graphs: forwards captured, one a run of pages and fill level of the window.
+        pool_bytes: K/V pool that stays allocated until ``cooldown``.
+    """
+
+    total_seconds: float
+    chunk_seconds: tuple[float, ...]
+    capture_seconds: float
+    num_compiled_shapes: int
+    num_graphs: int
+    pool_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"warm after {self.total_seconds:.1f} s: {len(self.chunk_seconds)} chunks, the first in "
+            f"{self.chunk_seconds[0]:.1f} s, the last in {self.chunk_seconds[-1]:.3f} s; {self.num_compiled_shapes} "
+            f"shapes compiled, {self.num_graphs} forwards captured in {self.capture_seconds:.1f} s, pool "
+            f"{self.pool_bytes / 2**30:.3f} GiB."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmKey:
+    """Calls that a warm pool serves."""
+
+    ring: RingGeometry
+    shape: LatentShape
+    dtype: torch.dtype
+    device: torch.device
+    guided: bool
+    options: CacheOptions
+
+    @classmethod
+    def of(cls, planner: CachePlanner) -> WarmKey:
+        """The key of a call."""
+        return cls(
+            ring=planner.ring(),
+            shape=planner.shape,
+            dtype=planner.kv_dtype,
+            device=planner.device,
+            guided=planner.guided,
+            options=replace(planner.options, limit_bytes=None),
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class WarmState:
+    """What a warm-up left behind.
+
+    Args:
+        key: calls it serves.
+        manager: the pool.
+        attachment: the processors that were compiled and captured.
+        shapes: compiled shapes, None without compilation.
+        graphs: captured forwards, None without captures.
+    """
+
+    key: WarmKey
+    manager: KVManager
+    attachment: PagedAttachment
+    shapes: CompiledShapes | None
+    graphs: GraphSet | None
+
+    def pool_for(self, planner: CachePlanner) -> KVManager | None:
+        """The pool, if it serves such a call and has room for it now."""
+        needed = planner.shape.num_videos * planner.num_branches * self.manager.geometry.num_pages
+        serves = WarmKey.of(planner) == self.key and self.manager.allocator.num_free >= needed
+        return self.manager if serves else None
+
+    def equip(self, runner: ForwardRunner, manager: KVManager) -> None:
+        """Let forwards run compiled, and replay where their sessions lie in the warm pool.
+
+        Raises:
+            RuntimeError: they would replay, but the transformer or the pool is not what was captured.
+        """
+        is_same_host = runner.attachment is self.attachment
+        if self.shapes is not None:
+            # Other processors would compile the blocks again; they know no shape, so they run eagerly.
+            runner.shapes = self.shapes if is_same_host else CompiledShapes()
+        if self.graphs is None or manager is not self.manager:
+            return
+        if not is_same_host:
+            raise RuntimeError(
+                "the transformer or its blocks were replaced after warmup(). Call pipe.warmup() again, or "
+                "pipe.cooldown() to go on without it."
+            )
+        self.graphs.check_pools()
+        self.graphs.check_weights()
+        runner.graphs = self.graphs
+
+    def set_recording(self, recording: bool) -> None:
+        """Whether new shapes are compiled and new forwards captured."""
+        for kept in (self.shapes, self.graphs):
+            if kept is not None:
+                kept.recording = recording
+        if self.graphs is not None and not recording:
+            self.graphs.num_replays = 0
+
+
+class WarmUp:
+    """The pipeline's methods around warm-up."""
+
+    _warm: WarmState | None = None
+    if TYPE_CHECKING:
+
+        @property
+        def _execution_device(self) -> torch.device: ...
+
+    def warmup(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        *,
+        compile: CompileOptions = True,
+        cuda_graphs: bool = True,
+        **call: Any,
+    ) -> WarmupReport:
+        """Compile the transformer's blocks, capture whole forwards as CUDA graphs, and keep a pool for later calls.
+
+        Calls and streams of the same size, window, number of videos and guidance then run in that pool, from their
+        first chunk on as fast as later ones. Others work as before, in a pool of their own; so does a second stream at
+        the same time. A new warm-up replaces the last one. Text of another length, recaches and chunks of other sizes
+        (given images) run eagerly; ``control_hook`` calls that add arguments are not replayed.
+
+        Args:
+            height, width: pixels; None: the recipe's.
+            compile: compile the blocks, for the shapes met here only; a mapping is handed on to
+                ``compile_repeated_blocks``.
+            cuda_graphs: capture forwards; needs a CUDA device.
+            **call: ``recipe``, ``num_videos``, ``guided``, ``text_len``, ``decode``, ``cache`` (``CacheOptions``), as in
+                ``plan_memory``, and ``merge_commits`` as in a call.
+
+        Raises:
+            RuntimeError: graphs without a CUDA device, or of a model that is offloaded or cached by hooks.
+            ValueError: bad arguments, or blocks that were compiled already while ``compile`` is asked for.
+            MemoryLimitError: more than ``CacheOptions.limit_bytes``.
+        """
+        recorder: Recorder | None = None
+        if cuda_graphs:
+            device = self._execution_device
+            if device.type != "cuda":
+                raise RuntimeError(
+                    f"CUDA graphs need a CUDA device, the pipeline runs on {device}. Move it there, or call "
+                    "warmup(cuda_graphs=False)."
+                )
+            recorder = CudaRecorder(device)
+        return run_warmup(cast("ARDiffusionPipeline", self), height, width, compile=compile, recorder=recorder, **call)
+
+    def cooldown(self) -> None:
+        """Undo ``warmup``: free graphs and pool, run the blocks eagerly again. No-op where there is nothing to undo.
+
+        Streams that are open keep their pool, and their graphs, until they close.
+        """
+        warm, self._warm = self._warm, None
+        if warm is not None and warm.shapes is not None:
+            for block in warm.attachment.transformer.blocks:
+                block._compiled_call_impl = None
+
+    def warm_pool(self, planner: CachePlanner) -> KVManager | None:
+        """The pool of the last warm-up, if it serves such a call and has room for it now."""
+        return self._warm.pool_for(planner) if self._warm is not None else None
+
+
+def run_warmup(
+    pipeline: ARDiffusionPipeline,
+    height: int | None,
+    width: int | None,
+    *,
+    compile: CompileOptions,
+    recorder: Recorder | None,
+    merge_commits: bool = False,
+    **call: Any,
+) -> WarmupReport:
+    """``WarmUp.warmup`` with any recorder; see there."""
+    start = time.perf_counter()
+    planner = pipeline.plan_cache(height, width, **call)
+    planner.plan()
+    transformer = pipeline.transformer
+    if recorder is not None:
+        _check_capturable(transformer, planner.options)
+    # First: two pools at a time may not fit.
+    pipeline.cooldown()
+    if compile:
+        _compile_blocks(transformer, {} if compile is True else compile)
+    try:
+        manager = planner.build()
+        warm = WarmState(
+            key=WarmKey.of(planner),
+            manager=manager,
+            attachment=pipeline.paged_attachment(planner.options.backend),
+            shapes=CompiledShapes() if compile else None,
+            graphs=GraphSet(manager.storage, transformer, recorder) if recorder is not None else None,
+        )
+        pipeline._warm = warm
+        seconds = _run_stream(pipeline, planner, warm, merge_commits=merge_commits)
+    except BaseException:
+        pipeline.cooldown()
+        raise
+    graphs, shapes = warm.graphs, warm.shapes
+    return WarmupReport(
+        total_seconds=time.perf_counter() - start,
+        chunk_seconds=seconds,
+        capture_seconds=graphs.capture_seconds if graphs is not None else 0.0,
+        num_compiled_shapes=len(shapes) if shapes is not None else 0,
+        num_graphs=len(graphs) if graphs is not None else 0,
+        pool_bytes=manager.storage.num_bytes,
+    )
+
+
+@torch.no_grad()
+def _run_stream(
+    pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, merge_commits: bool
+) -> tuple[float, ...]:
+    """Make chunks until the window is full and has been overwritten once; seconds of each."""
+    recipe, state = planner.recipe, pipeline.call_state
+    last_frame = kept_frames(recipe)
+    if recipe.num_window_frames is not None:
+        # A merged forward spans two chunks; both have to be steady once.
+        last_frame += recipe.chunk_frames * (2 if merge_commits else 1)
+    seconds: list[float] = []
+    warm.set_recording(True)
+    try:
+        call = _stream_call(pipeline, planner) | {"cache": warm.manager, "merge_commits": merge_commits}
+        # Shapes of earlier warm-ups count against dynamo's limit too.
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), pipeline.stream(**call) as stream:
+            while not seconds or stream.rollout.num_latent_frames + recipe.chunk_frames <= last_frame:
+                start = time.perf_counter()
+                next(stream)
+                # Commit included, so that the last one is captured too where commits are not merged.
+                if not merge_commits:
+                    stream.rollout.commit_held()
+                _wait_for(planner.device)
+                seconds.append(time.perf_counter() - start)
+    finally:
+        warm.set_recording(False)
+        pipeline.call_state = state
+    return tuple(seconds)
+
+
+def _stream_call(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> dict[str, Any]:
+    """Arguments of a stream of the planned size under a random prompt."""
+    shape, factor = planner.shape, pipeline.vae_scale_factor_spatial
+    noise = torch.Generator().manual_seed(0)  # of its own, so that the global one stays as it is
+    size = (shape.num_videos, planner.text_len, pipeline.transformer.config["text_dim"])
+    embeds = torch.randn(size, generator=noise).to(pipeline.transformer.dtype)
+    return {
+        "prompt_embeds": embeds,
+        "negative_prompt_embeds": embeds if planner.guided else None,
+        "height": shape.height * factor,
+        "width": shape.width * factor,
+        "recipe": planner.recipe,
+        "guidance_scale": 2.0 if planner.guided else 1.0,
+        "generator": noise,
+        "output_type": "latent" if planner.vae is None else "pt",
+    }
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _compile_blocks(transformer: Any, options: Mapping[str, Any]) -> None:
+    if any(getattr(block, "_compiled_call_impl", None) is not None for block in transformer.blocks):
+        raise ValueError(
+            "the transformer's blocks are compiled already. Call warmup(compile=False) to keep your own compilation."
+        )
+    transformer.compile_repeated_blocks(**{"fullgraph": True, "dynamic": False, **options})
+
+
+def _check_capturable(transformer: Any, options: CacheOptions) -> None:
+    """Raise RuntimeError for a model whose forwards differ from one to the next in what a graph would fix."""
+    hooks = [name for name in _hook_names(transformer) if name.startswith("group_offloading")]
+    is_offloaded = any(getattr(module, "_hf_hook", None) is not None for module in transformer.modules()) or hooks
+    if is_offloaded or getattr(transformer, "is_cache_enabled", False):
+        raise RuntimeError(
+            "forwards of a model that is offloaded, or whose blocks a cache skips (enable_cache), can't be captured. "
+            "Undo that first, or call warmup(cuda_graphs=False)."
+        )
+    if options.shuffle_seed is not None:
+        raise RuntimeError("a pool that is fragmented on purpose (shuffle_seed) can't be captured; leave it out.")
+
+
+def _hook_names(transformer: Any) -> list[str]:
+    registries = (getattr(module, "_diffusers_hook", None) for module in transformer.modules())
+    return [name for registry in registries if registry is not None for name in registry.hooks]
