@@ -10,6 +10,7 @@ from .pipelines import (
     CacheOptions,
     ControlInputs,
     EventQueueFullError,
+    LightDecoder,
     PromptSwitch,
 )
 from .processors import attach_paged_attention
@@ -24,6 +25,7 @@ __all__ = [
     "CacheOptions",
     "ControlInputs",
     "EventQueueFullError",
+    "LightDecoder",
     "MemoryLimitError",
     "PagedForwardContext",
     "PromptSwitch",

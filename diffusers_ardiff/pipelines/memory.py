@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,9 +17,9 @@ from ..attention import (
 from ..cache import KVManager, KVShape, MemoryPlan, RingGeometry, SideState, plan_memory
 from ..processors import TransformerGeometry
 from ..recipes import Recipe
+from .decoding import Decoding
 from .inputs import CacheOptions
 from .rollout import LatentShape, kept_frames, ring_geometry
-from .vae_stream import decode_state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class CachePlanner:
         shape: latent shape; its ``num_videos`` is the number of sessions.
         guided: whether there is a negative branch.
         text_len: rows of the prompt embeddings.
-        vae: decoder whose streaming state counts, None where nothing is decoded.
+        decoding: decoder whose streaming state counts, None where nothing is decoded.
         options: page size, K/V dtype, backend, limit.
         device: where the pool will live.
     """
@@ -45,7 +44,7 @@ class CachePlanner:
     shape: LatentShape
     guided: bool
     text_len: int
-    vae: Any
+    decoding: Decoding | None
     options: CacheOptions
     device: torch.device
 
@@ -118,13 +117,11 @@ class CachePlanner:
         row_bytes = geometry.num_heads * geometry.head_dim * self.model_dtype.itemsize
         return SideState(
             text_bytes=2 * geometry.num_layers * self.num_branches * self.text_len * row_bytes,
-            vae_state_bytes=0
-            if self.vae is None
-            else decode_state_bytes(self.vae, 1, shape.height, shape.width, self.vae.dtype),
+            vae_state_bytes=0 if self.decoding is None else self.decoding.state_bytes(shape.height, shape.width),
             latent_bytes=kept_frames(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
 
-    def plan(self) -> MemoryPlan:
+    def plan(self, *, with_work: bool = False) -> MemoryPlan:
         """What the call's sessions will allocate.
 
         Raises:
