@@ -173,8 +173,8 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, Dec
         geometry = self.paged_attachment(options.backend).geometry
         check_size(height, width, factor * geometry.patch_size[1], factor * geometry.patch_size[2])
         return CachePlanner(
+            transformer=self.transformer,
             geometry=geometry,
-            model_dtype=self.transformer.dtype,
             recipe=recipe,
             shape=LatentShape(
                 num_videos=num_videos,

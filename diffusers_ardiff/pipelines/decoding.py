@@ -12,6 +12,7 @@ from .decode_step import CompiledLightStep, CompiledStep, decode_step, set_conv_
 from .light_decoder import LightDecoder
 from .light_stream import LightDecodeStream, light_state_bytes
 from .vae_stream import VaeDecodeStream, decode_state_bytes
+from .work_memory import light_decode_bytes, vae_decode_bytes
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
@@ -118,6 +119,14 @@ class Decoding:
         if self.light is not None:
             return light_state_bytes(self.light, 1, latent_height, latent_width)
         return decode_state_bytes(self.vae, 1, latent_height, latent_width, self.vae.dtype)
+
+    def work_bytes(self, latents: tuple[int, ...]) -> int:
+        """Estimated working memory of decoding a chunk of this shape (B, C, n, h, w), uncompiled; state left out."""
+        if self.light is None:
+            return vae_decode_bytes(self.vae, latents, self.vae.dtype)
+        light = self.light
+        shape = (light.latent_channels, light.widths, light.time_factors, light.patch_size)
+        return light_decode_bytes(shape, latents, light.dtype)
 
 
 class DecoderSettings:

@@ -87,6 +87,7 @@ class LightDecoder(nn.Module):
             )
         self.latent_channels = latent_channels
         self.patch_size = patch_size
+        self.widths = tuple(widths)
         self.time_factors = tuple(time_factors)
         layers: dict[str, nn.Module] = {"1": nn.Conv2d(latent_channels, widths[0], 3, padding=1)}
         for stage, factor in enumerate(time_factors):
@@ -169,17 +170,11 @@ class LightDecoder(nn.Module):
         """Pixels per latent along each side."""
         return 8 * self.patch_size
 
-    @property
-    def stage_widths(self) -> tuple[int, ...]:
-        """Channels of each stage's memory blocks."""
-        keys = [str(_FIRST_STAGE_KEY + 4 + _STAGE_KEYS * stage) for stage in range(3)]
-        return tuple(cast(_TimeGrowth, self.decoder[key]).conv.in_channels for key in keys)
-
     def state_shapes(self, batch: int, height: int, width: int) -> list[tuple[int, ...]]:
         """Shape of each memory block's state for latents of (height, width)."""
         return [
             (batch, channels, height * 2**stage, width * 2**stage)
-            for stage, channels in enumerate(self.stage_widths)
+            for stage, channels in enumerate(self.widths[:3])
             for _ in range(BLOCKS_PER_STAGE)
         ]
 
