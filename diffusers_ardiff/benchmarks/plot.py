@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,29 +31,29 @@ def plot_op(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def plot_rollout(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time and memory of every chunk, a line a rollout; the baseline's times dashed.
+    """Time of every chunk, a line a rollout, the baseline's dashed; below it the peak memory, where it was measured.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     pyplot = _pyplot()
-    figure, (times, memory) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True)
+    peaks = [[chunk["peak_bytes"] for chunk in result["chunks"]] for result in results]
+    num_panels = 1 if None in itertools.chain(*peaks) else 2
+    figure, axes = pyplot.subplots(num_panels, 1, figsize=(8, 3 * num_panels), sharex=True, squeeze=False)
     for index, result in enumerate(results):
-        color, label = f"C{index}", f"window {result['window']}, decoder {result['decoder']}"
-        times.plot([chunk["seconds"] for chunk in result["chunks"]], color=color, label=label)
+        window, color = f"window {result['window']}", f"C{index}"
+        times = [chunk["seconds"] for chunk in result["chunks"]]
+        axes[0, 0].plot(times, color=color, label=f"{window}, decoder {result['decoder']}")
         if "baseline" in result:
-            name = result["baseline"]["name"]
-            times.plot(
-                result["baseline"]["chunk_seconds"], "--", color=color, label=f"window {result['window']}, {name}"
-            )
-        peaks = [chunk["peak_bytes"] for chunk in result["chunks"]]
-        memory.plot([peak / 2**30 for peak in peaks if peak is not None], color=color, label=label)
-    times.set_ylabel("s a chunk")
-    memory.set_ylabel("peak GiB in a chunk")
-    memory.set_xlabel("chunk")
-    for axis in (times, memory):
+            label = f"{window}, {result['baseline']['name']}, nothing decoded"
+            axes[0, 0].plot(result["baseline"]["chunk_seconds"], "--", color=color, label=label)
+        if num_panels == 2:
+            axes[1, 0].plot([peak / 2**30 for peak in peaks[index]], color=color)
+    for axis, label in zip(axes[:, 0], ("s a chunk", "peak GiB in a chunk"), strict=False):
         axis.set_ylim(bottom=0)
-    times.legend(fontsize=8)
+        axis.set_ylabel(label)
+    axes[-1, 0].set_xlabel("chunk")
+    axes[0, 0].legend(fontsize=8)
     _save(figure, path)
 
 

@@ -135,10 +135,11 @@ class _Run:
         for index in range(num_chunks):
             if index >= 2:
                 self._clock.wait(self.chunks[-2].ended)
+            chunk = self._make_one(index)
             if previous is not None:
-                # Reading frames that overlap lets the stream wait for them, as a player's would.
+                # A player's stream waits for frames that overlap, once the chunk after them is under way.
                 previous.frames  # noqa: B018
-            previous = self._make_one(index)
+            previous = chunk
             if index in (first_steady, num_chunks - 1):
                 self.footprints.append(footprint(self._manager))
         self._clock.wait(self.chunks[-1].ended)

@@ -7,6 +7,7 @@ is recorded on the reader, or the allocator could hand its memory out again whil
 from __future__ import annotations
 
 import threading
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,8 +57,14 @@ class OverlappedFrames(PendingFrames):
         return self._video
 
 
+@cache
+def _decode_lane(device_index: int) -> torch.cuda.Stream:
+    """The stream that all decoding on a device takes; libraries keep a workspace for every stream they have seen."""
+    return torch.cuda.Stream(device_index)
+
+
 class OverlappedOutput(FrameOutput):
-    """Makes frames on a CUDA stream of its own; forks share it.
+    """Makes frames on a CUDA stream of its own, the device's decode stream.
 
     Args:
         processor, settings, decoder: as in ``FrameOutput``; there is a decoder.
@@ -68,7 +75,7 @@ class OverlappedOutput(FrameOutput):
         self, processor: Any, settings: StreamSettings, decoder: DecodeStream, *, device: torch.device
     ) -> None:
         super().__init__(processor, settings, decoder)
-        self._lane = torch.cuda.Stream(device)
+        self._lane = _decode_lane(torch.cuda.current_device() if device.index is None else device.index)
 
     def make(self, latents: torch.Tensor, past: torch.Tensor) -> OverlappedFrames:
         """Begin to make the frames of the next chunk, behind what the current stream has been given so far."""

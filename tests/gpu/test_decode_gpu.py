@@ -139,9 +139,11 @@ def test_next_chunk_does_not_wait_for_the_decoder() -> None:
     pipe = make_pipe()
     options_of(pipe, overlap=True)
     with pipe.stream(PROMPT, output_type="pt") as stream:
-        next(stream)
+        for _ in range(4):
+            next(stream)
+        torch.cuda.synchronize()
         with torch.cuda.stream(stream._output._lane):
-            torch.cuda._sleep(int(2e9))
+            torch.cuda._sleep(int(4e9))
         slow, later = next(stream), next(stream)
         assert torch.isfinite(later.latents.sum()).item()
         assert not slow.output.done.query()
