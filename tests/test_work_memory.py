@@ -67,6 +67,10 @@ class TestEstimates:
         assert counted == pytest.approx(2 * 3 * 16 * 4096 * 4, rel=0.1)
         assert forward_bytes(make_transformer(ffn_dim=4096, num_layers=6), (1, 16, 3, 8, 8)) == counted
 
+    def test_compiled_transformer_is_seen_through(self) -> None:
+        plain = make_transformer()
+        assert forward_bytes(torch.compile(plain), (1, 16, 3, 8, 8)) == forward_bytes(plain, (1, 16, 3, 8, 8)) > 0
+
     def test_light_decoder_takes_less(self) -> None:
         light, full = Decoding(None, make_light(), DecodeOptions()), Decoding(make_vae(), None, DecodeOptions())
         assert 0 < light.work_bytes((1, 16, 3, 8, 8)) < full.work_bytes((1, 16, 3, 8, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -11,6 +12,7 @@ import torch
 from .decode_step import CompiledLightStep, CompiledStep, decode_step, set_conv_layout
 from .light_decoder import LightDecoder
 from .light_stream import LightDecodeStream, light_state_bytes
+from .overlap import decode_lane
 from .vae_stream import VaeDecodeStream, decode_state_bytes
 from .work_memory import light_decode_bytes, vae_decode_bytes
 
@@ -222,8 +224,11 @@ class DecoderSettings:
         size = ((height or recipe.height) // factor, (width or recipe.width) // factor)
         channels = self.transformer.config["in_channels"]
         began, stream = time.perf_counter(), decoding.open(device)
-        for frames in (recipe.first_chunk_frames or recipe.chunk_frames, recipe.chunk_frames, recipe.chunk_frames):
-            stream.decode(torch.zeros(num_videos, channels, frames, *size, device=device))
+        # Where videos will be decoded: code and workspaces belong to a CUDA stream.
+        lane = torch.cuda.stream(decode_lane(device)) if decoding.options.overlap else nullcontext()
+        with lane:
+            for frames in (recipe.first_chunk_frames or recipe.chunk_frames, recipe.chunk_frames, recipe.chunk_frames):
+                stream.decode(torch.zeros(num_videos, channels, frames, *size, device=device))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began

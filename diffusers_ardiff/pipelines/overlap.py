@@ -57,9 +57,13 @@ class OverlappedFrames(PendingFrames):
         return self._video
 
 
+def decode_lane(device: torch.device) -> torch.cuda.Stream:
+    """The stream that all decoding on a CUDA device takes; libraries keep a workspace for every stream they have seen."""
+    return _decode_lane(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @cache
 def _decode_lane(device_index: int) -> torch.cuda.Stream:
-    """The stream that all decoding on a device takes; libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device_index)
 
 
@@ -75,7 +79,7 @@ class OverlappedOutput(FrameOutput):
         self, processor: Any, settings: StreamSettings, decoder: DecodeStream, *, device: torch.device
     ) -> None:
         super().__init__(processor, settings, decoder)
-        self._lane = _decode_lane(torch.cuda.current_device() if device.index is None else device.index)
+        self._lane = decode_lane(device)
 
     def make(self, latents: torch.Tensor, past: torch.Tensor) -> OverlappedFrames:
         """Begin to make the frames of the next chunk, behind what the current stream has been given so far."""

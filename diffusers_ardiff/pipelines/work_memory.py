@@ -104,7 +104,8 @@ def forward_bytes(transformer: Any, latents: tuple[int, ...]) -> int:
     Compiled blocks take less.
     """
     config = json.dumps({key: value for key, value in transformer.config.items() if not key.startswith("_")})
-    model_class: Any = type(transformer)
+    # torch.compile(transformer) is a wrapper without a config to build from.
+    model_class: Any = type(getattr(transformer, "_orig_mod", transformer))
     return _forward_bytes(model_class, config, latents, transformer.dtype)
 
 

@@ -86,6 +86,17 @@ def test_compiled_is_plain_within_rounding(light: bool, dtype: torch.dtype, chan
     assert (fast - plain).abs().max().item() <= MAX_ERROR[dtype]
 
 
+def test_compiled_and_overlapped() -> None:
+    """What was compiled ahead serves the decode stream, with the same bits."""
+    pipe = make_pipe(light=True)
+    options_of(pipe, compile=True)
+    expected = frames_of(pipe)
+    options_of(pipe, compile=True, overlap=True)
+    pipe.warmup_decoder()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(frames_of(pipe), expected)
+
+
 @pytest.mark.parametrize("light", [False, True], ids=["wan", "light"])
 @pytest.mark.parametrize("output_type", ["pt", "np", "pil"])
 def test_overlap_gives_the_same_bits(output_type: str, light: bool) -> None:
