@@ -11,6 +11,7 @@ from .pipelines import (
     CacheOptions,
     ControlInputs,
     EventQueueFullError,
+    LightDecoder,
     PromptSwitch,
 )
 from .processors import attach_paged_attention
@@ -25,6 +26,7 @@ __all__ = [
     "CacheOptions",
     "ControlInputs",
     "EventQueueFullError",
+    "LightDecoder",
     "MemoryLimitError",
     "PagedForwardContext",
     "PromptSwitch",

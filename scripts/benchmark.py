@@ -7,6 +7,8 @@ python scripts/benchmark.py op --preset order --output out/order.json
 python scripts/benchmark.py op --heads 12 --queries 4680 --keys 32760 --write-only
 python scripts/benchmark.py rollout --model tiny --num-frames 2000 --repeats 3
 python scripts/benchmark.py chunk --preset wan-1.3b --windows 3+9 0+21 --output out/chunk.json
+python scripts/benchmark.py rollout --model wan-1.3b --sink-frames 3 --window-frames 9 --baseline dense-roll
+python scripts/benchmark.py decode --output out/decode.json
 """
 
 from __future__ import annotations
@@ -22,9 +24,8 @@ import torch
 
 from diffusers_ardiff.benchmarks import OpCase, anchor_cases, measure_op, measure_write, order_cases, plot_op
 from diffusers_ardiff.benchmarks.chunk import add_chunk_command
-from diffusers_ardiff.benchmarks.rollout import describe, measure_rollout
+from diffusers_ardiff.benchmarks.commands import add_decode_command, add_plot_command, add_rollout_command
 from diffusers_ardiff.doctor import DTYPES, examine
-from diffusers_ardiff.generation import load_pipeline
 
 PRESETS = {"anchors": anchor_cases, "order": order_cases}
 
@@ -57,19 +58,13 @@ def parse_arguments() -> argparse.Namespace:
     op.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     op.add_argument("--output", type=Path, help=".json")
     op.add_argument("--plot", type=Path, help=".png; needs matplotlib")
-    op.set_defaults(run=run_op)
-    rollout = commands.add_parser("rollout", help="a long rollout, chunk by chunk: speed, and whether it stays flat")
-    rollout.add_argument("--model", default="tiny", help="built-in model, diffusers folder or hub id")
-    rollout.add_argument("--recipe", help="name or .json file (default: the model's own)")
-    rollout.add_argument("--num-frames", type=int, default=2000, help="pixel frames")
-    rollout.add_argument("--latents-only", action="store_true", help="without decoding")
-    rollout.add_argument("--repeats", type=int, default=1)
-    rollout.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    rollout.add_argument("--output", type=Path, help=".json")
-    rollout.set_defaults(run=run_rollout, write_only=False, plot=None)
+    op.set_defaults(run=run_op, draw=plot_op)
     add_chunk_command(commands)
+    add_rollout_command(commands)
+    add_decode_command(commands)
+    add_plot_command(commands)
     options = parser.parse_args()
-    if options.write_only and options.plot is not None:
+    if options.command == "op" and options.write_only and options.plot is not None:
         op.error("--plot draws attention times; leave it out with --write-only")
     return options
 
@@ -113,17 +108,6 @@ def run_op(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time one rollout after the other; prints each as it is done."""
-    pipeline = load_pipeline(options.model, torch.device(options.device), recipe=options.recipe)
-    results = []
-    for _ in range(options.repeats):
-        result = measure_rollout(pipeline, num_frames=options.num_frames, decode=not options.latents_only)
-        print(describe(pipeline.recipe, result, pipeline.vae_scale_factor_temporal), flush=True)
-        results.append(result.to_dict())
-    return results
-
-
 def summary(result: dict[str, Any]) -> str:
     """One case as text."""
     lines = [result["label"]]
@@ -149,7 +133,7 @@ def main() -> None:
         report = {"machine": asdict(examine()), "results": results}
         options.output.write_text(json.dumps(report, indent=2) + "\n")
     if options.plot is not None:
-        plot_op(results, options.plot)
+        options.draw(results, options.plot)
 
 
 if __name__ == "__main__":

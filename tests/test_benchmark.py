@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_components import PROMPT, QUICK, make_pipeline
+from tiny_components import QUICK, host_state, make_pipeline
 
 from diffusers_ardiff.attention import fused_write_refusals
 from diffusers_ardiff.benchmarks import (
@@ -20,9 +20,14 @@ from diffusers_ardiff.benchmarks import (
     order_cases,
     time_interleaved,
 )
+from diffusers_ardiff.benchmarks.decode import DecodeCase, describe_decode, measure_decode
+from diffusers_ardiff.benchmarks.dense_roll import DenseWindow, measure_dense_roll
+from diffusers_ardiff.benchmarks.models import build_pipeline, random_embeds, windowed
 from diffusers_ardiff.benchmarks.op import SteadyState
-from diffusers_ardiff.benchmarks.rollout import describe, measure_rollout
+from diffusers_ardiff.benchmarks.report import describe
+from diffusers_ardiff.benchmarks.rollout import RolloutSettings, count_chunks, measure_rollout
 from diffusers_ardiff.benchmarks.write import WriteInputs, norm_rope, norm_rope_scatter
+from diffusers_ardiff.recipes import load_recipe
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
@@ -193,16 +198,120 @@ class TestRollout:
 
     def test_reports_every_chunk_and_a_constant_footprint(self) -> None:
         pipe = make_pipeline(recipe=ONE_STEP)
-        pipe.set_progress_bar_config(disable=True)
-        result = measure_rollout(pipe, num_frames=4 * 63 + 1, decode=False, prompt=PROMPT)
-        assert len(result.chunk_seconds) == 64
-        assert result.first_steady_chunk == 3
+        result = measure_rollout(pipe, RolloutSettings(num_frames=4 * 64, decode=False))
+        assert len(result.chunks) == 64
+        assert (result.first_steady_chunk, result.compared) == (3, 30)
         assert result.footprint_after_fill == result.footprint_at_end
         assert result.footprint_at_end.table_width == -(-2 * 6 // 16)
-        assert result.last_seconds == pytest.approx(statistics.median(result.chunk_seconds[-30:]))
-        assert result.after_fill_seconds == pytest.approx(statistics.median(result.chunk_seconds[3:33]))
-        assert "64 chunks" in describe(pipe.recipe, result, 4)
+        assert result.last_seconds == statistics.median(result.chunk_seconds[-30:])
+        assert result.after_fill_seconds == statistics.median(result.chunk_seconds[3:33])
+        for chunk in result.chunks:
+            assert 0 < chunk.to_latents <= chunk.to_frames
+            assert chunk.commit_before + chunk.to_frames <= chunk.seconds
+        json.dumps(result.to_dict())
+        text = describe(pipe.recipe, result, 4)
+        assert "window 2 (0+2) latent frames, chunk 1, 1 steps + commit at 0, decoder none, 64 chunks" in text
+
+    def test_makes_as_many_chunks_as_are_measured(self) -> None:
+        pipe = make_pipeline(recipe=ONE_STEP)
+        result = measure_rollout(pipe, RolloutSettings(measured_chunks=4))
+        assert len(result.chunks) == 3 + 4 + 2 and result.compared == 2
+        assert result.planned_bytes == pipe.plan_memory(text_len=512).peak_bytes
+        assert result.peak_over_plan is None
 
     def test_refuses_a_rollout_too_short_to_compare(self) -> None:
         with pytest.raises(ValueError, match="num_frames must be a whole number >= 252, got 100"):
-            measure_rollout(make_pipeline(recipe=ONE_STEP), num_frames=100)
+            measure_rollout(make_pipeline(recipe=ONE_STEP), RolloutSettings(num_frames=100))
+
+    def test_full_history_has_no_steady_state(self) -> None:
+        recipe = load_recipe("self-forcing")
+        with pytest.raises(ValueError, match="keeps the full history"):
+            windowed(recipe, None, None)
+        changed = windowed(recipe, 3, 9)
+        assert (changed.num_sink_frames, changed.num_window_frames, changed.max_latent_frames) == (3, 9, None)
+
+
+class TestDenseRoll:
+    """The baseline is only worth its name if it makes the same video."""
+
+    @pytest.mark.parametrize(("sink", "window", "first"), [(3, 9, None), (0, 6, None), (1, 5, None), (2, 4, 1)])
+    def test_same_latents_as_the_paged_cache(self, sink: int, window: int, first: int | None) -> None:
+        recipe = QUICK.replace(num_sink_frames=sink, num_window_frames=window, first_chunk_frames=first)
+        pipe = make_pipeline(recipe)
+        settings = RolloutSettings(recipe=recipe, measured_chunks=4, seed=3)
+        dense: list[torch.Tensor] = []
+        seconds = measure_dense_roll(pipe, settings, dense.append)
+        embeds = random_embeds(pipe, CPU)
+        call = {"generator": torch.Generator().manual_seed(3), "output_type": "latent", "recipe": recipe}
+        with pipe.stream(prompt_embeds=embeds, **call) as stream:
+            ours = [next(stream).latents for _ in dense]
+        assert len(seconds) == len(dense) == count_chunks(settings, recipe, 4) and min(seconds) > 0
+        for left, right in zip(dense, ours, strict=True):
+            assert ((left - right).norm() / right.norm()).item() < 1e-4
+        # The window did slide, and what it holds matters.
+        wider = recipe.replace(num_window_frames=window + 30)
+        call |= {"generator": torch.Generator().manual_seed(3), "recipe": wider}
+        with pipe.stream(prompt_embeds=embeds, **call) as stream:
+            other = [next(stream).latents for _ in dense]
+        assert ((dense[-1] - other[-1]).norm() / other[-1].norm()).item() > 1e-3
+
+    def test_window_rolls_by_copying(self) -> None:
+        window = DenseWindow(sink=2, window=4)
+        assert [window.place(start, 2) for start in (0, 2, 4, 6, 6, 8)] == [
+            (0, 0),
+            (0, 2),
+            (0, 4),
+            (2, 4),
+            (0, 4),
+            (2, 4),
+        ]
+
+    def test_leaves_the_transformer_as_it_was(self) -> None:
+        pipe = make_pipeline(recipe=ONE_STEP)
+        before = host_state(pipe.transformer)
+        measure_dense_roll(pipe, RolloutSettings(measured_chunks=2))
+        assert host_state(pipe.transformer) == before
+
+    def test_backend_without_a_dense_twin(self) -> None:
+        with pytest.raises(ValueError, match="no kernel equal to backend 'reference' on cpu"):
+            measure_dense_roll(make_pipeline(recipe=ONE_STEP), RolloutSettings(backend="reference"))
+
+
+def test_rollout_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    make_pipeline(recipe=ONE_STEP).save_pretrained(folder)
+    output = tmp_path / "rollout.json"
+    arguments = ["--model", str(folder), "--sink-frames", "1", "--window-frames", "2", "--measured-chunks", "2"]
+    arguments += ["--baseline", "dense-roll", "--device", "cpu", "--decoder", "light", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "rollout", *arguments])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr().out
+    (result,) = json.loads(output.read_text())["results"]
+    assert (result["window"], result["decoder"]) == ("3 (1+2)", "light")
+    baseline = result["baseline"]
+    assert baseline["ratio"] == pytest.approx(baseline["steady_seconds"] / baseline["ours"])
+    assert result["pixel_fps"] == pytest.approx(4 / result["mean_seconds"])
+    assert "window 3 (1+2) latent frames" in printed and f"{baseline['ratio']:.2f} x" in printed
+
+
+def test_decode_result() -> None:
+    case = DecodeCase(height=16, width=16, chunk_frames=1, dtype=torch.float32, repeats=2)
+    plain, fast = measure_decode(case, ["light", "light-channels-last"], CPU)
+    assert (plain["variant"], plain["max_error"]) == ("light", 0)
+    assert 0 < fast["max_error"] < 1e-5
+    assert plain["state_bytes"] == fast["state_bytes"] == 3 * 4 * (256 + 4 * 128 + 16 * 64) * 4
+    assert plain["planned_work_bytes"] > 0 and "light-channels-last" in describe_decode(case, fast)
+    with pytest.raises(ValueError, match=r"unknown variants \['vae'\]"):
+        measure_decode(case, ["vae"], CPU)
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("wan-1.3b", 1.42e9), ("wan-14b", 14.29e9)])
+def test_presets_have_the_real_shapes(name: str, parameters: float) -> None:
+    pipe = build_pipeline(name, torch.device("meta"))
+    assert sum(weight.numel() for weight in pipe.transformer.parameters()) == pytest.approx(parameters, rel=0.005)
+    assert pipe.transformer.dtype == pipe.vae.dtype == torch.bfloat16
+    assert pipe.transformer.blocks[0].scale_shift_table.dtype == torch.float32
+    assert pipe.transformer.config.text_dim == 4096 and pipe.vae.config.z_dim == 16
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(ValueError, match="unknown model 'wan-5b'"):
+        build_pipeline("wan-5b", torch.device("meta"))

@@ -14,9 +14,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from tiny.captions import MAX_TOKENS, build_tokenizer, caption_scenes  # noqa: E402
 from tiny.evaluate import by_group, frame_grid, make_prompts, truth_score, wanted_colors  # noqa: E402
-from tiny.scene_reader import cell_shares, strength, wanted_words  # noqa: E402
 from tiny.score import motion, right_frames  # noqa: E402
-from tiny.shapes import COLORS, HELD_OUT, KINDS, SIZE, Scenes, render, sample_scenes, simulate  # noqa: E402
+from tiny.shapes import COLORS, HELD_OUT, KINDS, SIZE, Scenes, recolor_one, render, sample_scenes, simulate  # noqa: E402
 
 BUILT_IN = ROOT / "diffusers_ardiff" / "builtin" / "tiny"
 
@@ -93,7 +92,8 @@ def test_shapes_stay_inside_and_bounce(scenes: Scenes) -> None:
     assert outside[scenes.present[:, None].expand(-1, 300, -1)].max() < 2
     steps = track.diff(dim=1)
     speed = torch.linalg.vector_norm(scenes.velocity, dim=-1)[:, None]
-    assert (torch.linalg.vector_norm(steps, dim=-1) <= speed + 1e-3).all()
+    fits = torch.linalg.vector_norm(steps, dim=-1) <= speed + 1e-3
+    assert fits[scenes.present[:, None].expand(-1, 299, -1)].all()
     turned = (steps[:, 1:] * steps[:, :-1] < 0).any(dim=1).any(dim=-1)
     assert turned[scenes.present].float().mean() > 0.99
 
@@ -116,15 +116,23 @@ def test_scorer_agrees_with_rendered_scenes() -> None:
     assert 0.7 < score["motion"] < 1.6  # pixels per frame, the speeds that scenes are drawn with
 
 
-def test_cell_shares_show_the_wanted_words_and_no_others(scenes: Scenes) -> None:
-    some = scenes.select(torch.arange(30))
-    shares = cell_shares(render(some, simulate(some, 5)), some)
-    wanted = wanted_words(some)
-    assert shares.shape == (30, 2, len(COLORS) + len(KINDS), 8, 8)
-    assert torch.allclose(shares[:, :, : len(COLORS)].sum(2), shares[:, :, len(COLORS) :].sum(2))
-    shown = strength(shares)
-    assert (shown[wanted[:, None].expand_as(shown)] > 0.2).all()
-    assert (shown[~wanted[:, None].expand_as(shown)] == 0).all()
+def test_scenes_open_side_by_side_in_the_order_of_the_caption(scenes: Scenes) -> None:
+    for row, text in enumerate(caption_scenes(scenes, random.Random(0), empty_share=0.0)):
+        here = scenes.present[row]
+        x = scenes.position[row, here, 0]
+        assert (x.diff() > 0).all()
+        named = re.findall("|".join(COLORS), text)
+        assert named == [COLORS[color] for color in scenes.colors[row, here]], text
+
+
+def test_recoloured_scenes_differ_in_one_shape_and_hold_nothing_back_that_training_may_not_see(scenes: Scenes) -> None:
+    twins = recolor_one(scenes, torch.Generator().manual_seed(1))
+    changed = twins.colors != scenes.colors
+    assert torch.equal(changed.sum(dim=1), torch.ones(600, dtype=torch.long))
+    assert scenes.present[changed].all()
+    assert torch.equal(twins.kinds[~changed], scenes.kinds[~changed])
+    assert not {pair for row in range(600) for pair in pairs(twins, row)} & HELD_OUT
+    assert torch.equal(twins.wanted().sum(dim=1), scenes.present.sum(dim=1))  # no colour twice
 
 
 def test_scorer_sees_a_missing_a_wrong_and_an_extra_colour(scenes: Scenes) -> None:

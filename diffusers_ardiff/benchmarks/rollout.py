@@ -1,109 +1,197 @@
-"""A long rollout, timed chunk by chunk: is every chunk as cheap as the one after the window filled?"""
+"""A long rollout, timed chunk by chunk: how fast, at what latency, in how much memory, and whether it stays so.
+
+The host asks for a chunk once the one before the last is finished, like a player that holds one chunk ready. Times are
+marks on the device's stream, so nothing is waited for in between.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..cache import KVManager
-from ..pipelines import ARDiffusionPipeline
+from ..cache import KVManager, MemoryPlan
+from ..pipelines import ARChunk, ARDiffusionPipeline, ARStream, CacheOptions
+from ..pipelines.overlap import OverlappedFrames
 from ..pipelines.window import kept_frames
 from ..recipes import Recipe
 from ..validation import check_int
+from .clock import Clock, Mark
+from .models import random_embeds
+from .report import CacheFootprint, ChunkTimes, RolloutResult
 
-CHUNKS_COMPARED = 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheFootprint:
-    """What must not grow with the length of a rollout."""
-
-    pages_in_use: int
-    table_width: int
-    metadata_bytes: int
-    pool_bytes: int
+SETTLING_CHUNKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutResult:
-    """Times of one rollout, a chunk each, in seconds. ``first_steady_chunk``: the first one with a full window."""
-
-    chunk_seconds: tuple[float, ...]
-    first_steady_chunk: int
-    footprint_after_fill: CacheFootprint
-    footprint_at_end: CacheFootprint
-    peak_device_bytes: int | None
-
-    @property
-    def time_to_first_chunk(self) -> float:
-        """Seconds until the first frames are there."""
-        return self.chunk_seconds[0]
-
-    @property
-    def after_fill_seconds(self) -> float:
-        """Median of the 30 chunks right after the window is full."""
-        return statistics.median(self.chunk_seconds[self.first_steady_chunk :][:CHUNKS_COMPARED])
-
-    @property
-    def last_seconds(self) -> float:
-        """Median of the last 30 chunks."""
-        return statistics.median(self.chunk_seconds[-CHUNKS_COMPARED:])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self) | {
-            "time_to_first_chunk": self.time_to_first_chunk,
-            "after_fill_seconds": self.after_fill_seconds,
-            "last_seconds": self.last_seconds,
-            "last_over_after_fill": self.last_seconds / self.after_fill_seconds,
-        }
-
-
-def measure_rollout(
-    pipeline: ARDiffusionPipeline, *, num_frames: int, decode: bool = True, prompt: str = "a red circle"
-) -> RolloutResult:
-    """Generate ``num_frames`` pixel frames and time each chunk, its late commit included.
+class RolloutSettings:
+    """What to measure.
 
     Args:
-        pipeline: on its device; its own recipe and size are used.
-        num_frames: enough for the window to fill and at least 60 chunks more.
-        decode: with the VAE's stream decode.
+        recipe: chunk, window, steps; with a window. None: the pipeline's.
+        measured_chunks: chunks in the steady state at least; the first half is compared with the last.
+        num_frames: pixel frames in all; None: as many as ``measured_chunks`` need.
+        decode: with frames, from the pipeline's decoder.
+        backend: attention backend by name.
+        seed: of the noise.
+    """
+
+    recipe: Recipe | None = None
+    measured_chunks: int = 60
+    num_frames: int | None = None
+    decode: bool = True
+    backend: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("measured_chunks", self.measured_chunks, minimum=2)
+
+
+@dataclass(kw_only=True)
+class _Chunk:
+    """Marks of one chunk."""
+
+    asked: Mark
+    started: Mark
+    latents: Mark
+    frames: Mark
+    ended: Mark
+    memory: tuple[int, int] | None = None
+
+
+def first_steady_chunk(recipe: Recipe) -> int:
+    """Index of the first chunk that begins with a full window."""
+    return 1 + -(-kept_frames(recipe) // recipe.chunk_frames)
+
+
+def count_chunks(settings: RolloutSettings, recipe: Recipe, temporal_factor: int) -> int:
+    """Chunks to make.
+
+    Raises:
+        ValueError: ``num_frames`` are too few for ``measured_chunks``.
+    """
+    needed = first_steady_chunk(recipe) + settings.measured_chunks
+    if settings.num_frames is None:
+        return needed + SETTLING_CHUNKS
+    frames_a_chunk = temporal_factor * recipe.chunk_frames
+    num_frames = check_int("num_frames", settings.num_frames, minimum=frames_a_chunk * needed)
+    return -(-num_frames // frames_a_chunk)
+
+
+def measure_rollout(pipeline: ARDiffusionPipeline, settings: RolloutSettings | None = None) -> RolloutResult:
+    """Generate one video from random embeddings and time each chunk, the commit of the one before included.
+
+    Args:
+        pipeline: on its device, its decoder chosen and warmed up; the recipe's size is used.
+        settings: what to measure.
 
     Raises:
         ValueError: too few frames for a comparison.
     """
-    recipe = pipeline.recipe
-    first_steady = 1 + -(-kept_frames(recipe) // recipe.chunk_frames)
-    factor = pipeline.vae_scale_factor_temporal
-    needed = factor * recipe.chunk_frames * (first_steady + 2 * CHUNKS_COMPARED)
-    check_int("num_frames", num_frames, minimum=needed)
+    settings = settings if settings is not None else RolloutSettings()
+    recipe = settings.recipe if settings.recipe is not None else pipeline.recipe
+    num_chunks = count_chunks(settings, recipe, pipeline.vae_scale_factor_temporal)
     device = pipeline._execution_device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds: list[float] = []
-    after_fill: CacheFootprint | None = None
-    manager = pipeline.create_cache(decode=decode)
-    output_type = "pt" if decode else "latent"
-    with pipeline.stream(prompt, num_frames=num_frames, output_type=output_type, cache=manager) as stream:
-        start = time.perf_counter()
-        for chunk in stream:
-            _wait_for(device)
-            seconds.append(time.perf_counter() - start)
-            if chunk.index == first_steady:
-                after_fill = footprint(manager)
-            at_end = footprint(manager)
-            start = time.perf_counter()
-    assert after_fill is not None
+    embeds = random_embeds(pipeline, device)
+    call: dict[str, Any] = {"recipe": recipe, "decode": settings.decode, "text_len": embeds.shape[1]}
+    call["cache"] = CacheOptions(backend=settings.backend)
+    plan = pipeline.plan_memory(**call)
+    weights = _allocated(device)
+    began = time.perf_counter()
+    manager = pipeline.create_cache(**call)
+    with pipeline.stream(
+        prompt_embeds=embeds,
+        recipe=recipe,
+        cache=manager,
+        generator=torch.Generator(device).manual_seed(settings.seed),
+        output_type="pt" if settings.decode else "latent",
+    ) as stream:
+        run = _Run(stream, manager, Clock(device), began)
+        run.make(num_chunks, first_steady_chunk(recipe))
+    return _result(settings, recipe, run, plan, weights)
+
+
+class _Run:
+    """One rollout under measurement."""
+
+    def __init__(self, stream: ARStream, manager: KVManager, clock: Clock, began: float) -> None:
+        self.chunks: list[_Chunk] = []
+        self.time_to_first_chunk = 0.0
+        self.footprints: list[CacheFootprint] = []
+        self._stream, self._manager, self._clock, self._began = stream, manager, clock, began
+        self._latents: Mark = clock.mark()
+        make = stream._output.make
+
+        def noted(latents: torch.Tensor, past: torch.Tensor) -> Any:
+            self._latents = clock.mark()
+            return make(latents, past)
+
+        stream._output.make = noted  # type: ignore[method-assign]
+
+    def make(self, num_chunks: int, first_steady: int) -> None:
+        previous: ARChunk | None = None
+        for index in range(num_chunks):
+            if index >= 2:
+                self._clock.wait(self.chunks[-2].ended)
+            chunk = self._make_one(index)
+            if previous is not None:
+                # A player's stream waits for frames that overlap, once the chunk after them is under way.
+                previous.frames  # noqa: B018
+            previous = chunk
+            if index in (first_steady, num_chunks - 1):
+                self.footprints.append(footprint(self._manager))
+        self._clock.wait(self.chunks[-1].ended)
+
+    def _make_one(self, index: int) -> ARChunk:
+        clock, device = self._clock, self._clock.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        asked = clock.mark()
+        self._stream.rollout.commit_held()
+        started = clock.mark()
+        chunk = next(self._stream)
+        frames = chunk.output.done if isinstance(chunk.output, OverlappedFrames) else clock.mark()
+        marks = _Chunk(asked=asked, started=started, latents=self._latents, frames=frames, ended=frames)
+        if index == 0:
+            clock.wait(frames)
+            self.time_to_first_chunk = time.perf_counter() - self._began
+        if device.type == "cuda":
+            marks.memory = (_allocated(device) or 0, torch.cuda.max_memory_allocated(device))
+        self.chunks.append(marks)
+        return chunk
+
+    def times(self) -> list[ChunkTimes]:
+        """Seconds of every chunk; all marks are reached."""
+        between = self._clock.seconds
+        ends = [chunk.asked for chunk in self.chunks[1:]] + [self.chunks[-1].ended]
+        return [
+            ChunkTimes(
+                seconds=between(chunk.asked, end),
+                commit_before=between(chunk.asked, chunk.started),
+                to_latents=between(chunk.started, chunk.latents),
+                to_frames=between(chunk.started, chunk.frames),
+                allocated_bytes=chunk.memory[0] if chunk.memory is not None else None,
+                peak_bytes=chunk.memory[1] if chunk.memory is not None else None,
+            )
+            for chunk, end in zip(self.chunks, ends, strict=True)
+        ]
+
+
+def _result(
+    settings: RolloutSettings, recipe: Recipe, run: _Run, plan: MemoryPlan, weights: int | None
+) -> RolloutResult:
+    after_fill, at_end = run.footprints
     return RolloutResult(
-        chunk_seconds=tuple(seconds),
-        first_steady_chunk=first_steady,
+        chunks=tuple(run.times()),
+        first_steady_chunk=first_steady_chunk(recipe),
+        compared=min(settings.measured_chunks // 2, 30),
+        time_to_first_chunk=run.time_to_first_chunk,
         footprint_after_fill=after_fill,
         footprint_at_end=at_end,
-        peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        weights_bytes=weights,
+        planned_bytes=plan.peak_bytes,
     )
 
 
@@ -118,24 +206,5 @@ def footprint(manager: KVManager) -> CacheFootprint:
     )
 
 
-def describe(recipe: Recipe, result: RolloutResult, temporal_factor: int) -> str:
-    """The result in a few lines: window, steps, speed, flatness."""
-    window = "full history" if recipe.num_window_frames is None else f"{recipe.num_window_frames} frames"
-    frames = recipe.chunk_frames * temporal_factor
-    return "\n".join(
-        [
-            f"window {window} + sink {recipe.num_sink_frames}, chunk {recipe.chunk_frames}, "
-            f"{len(recipe.denoising_steps)} steps + commit, {len(result.chunk_seconds)} chunks",
-            f"first chunk after {result.time_to_first_chunk:.3f} s; steady {result.after_fill_seconds:.4f} s a chunk, "
-            f"{frames / result.after_fill_seconds:.1f} pixel frames a second",
-            f"last {CHUNKS_COMPARED} chunks {result.last_seconds:.4f} s: "
-            f"{result.last_seconds / result.after_fill_seconds:.3f} x the {CHUNKS_COMPARED} right after the fill",
-            f"pages, tables, metadata, pool after fill and at the end: {result.footprint_after_fill} "
-            f"{'==' if result.footprint_after_fill == result.footprint_at_end else '!='} {result.footprint_at_end}",
-        ]
-    )
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _allocated(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None

@@ -41,6 +41,10 @@ class KVShape:
 class MemoryPlan:
     """Bytes that a number of equal sessions take. ``*_bytes`` are for one session; ``total_bytes`` for all.
 
+    ``forward_bytes`` and ``decode_bytes`` are estimates of working memory, for all sessions together: of one forward and
+    of decoding one chunk. They are 0 where nobody asked for them, and are no part of ``total_bytes``, which is what
+    sessions hold between forwards and what limits are compared with.
+
     ``staging_bytes`` is counted where a branch's pages are known to be fragmented (a shuffled pool): the gathered
     copy of the window that dense kernels read.
     """
@@ -53,6 +57,9 @@ class MemoryPlan:
     vae_state_bytes: int
     latent_bytes: int
     staging_bytes: int = 0
+    forward_bytes: int = 0
+    decode_bytes: int = 0
+    overlapped: bool = False
 
     @property
     def num_pages(self) -> int:
@@ -69,18 +76,37 @@ class MemoryPlan:
         """All sessions together."""
         return self.num_sessions * self.bytes_per_session
 
+    @property
+    def work_bytes(self) -> int:
+        """Working memory at one time: forwards and decoding take turns, unless they overlap."""
+        parts = (self.forward_bytes, self.decode_bytes)
+        return sum(parts) if self.overlapped else max(parts)
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that is allocated at once, weights left out."""
+        return self.total_bytes + self.work_bytes
+
     def __str__(self) -> str:
         parts = {
             "K/V pages": self.pool_bytes,
             "text K/V": self.text_bytes,
-            "VAE state": self.vae_state_bytes,
+            "decoder state": self.vae_state_bytes,
             "clean latents": self.latent_bytes,
             "staging": self.staging_bytes,
         }
         listed = ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in parts.items() if size)
         return (
             f"{self.total_bytes / 2**30:.3f} GiB for {self.num_sessions} session(s) of {self.num_branches} branch(es); "
-            f"one session: {listed} ({self.pages_per_branch} pages a branch). Weights and activations come on top."
+            f"one session: {listed} ({self.pages_per_branch} pages a branch). {self._work_text()}"
+        )
+
+    def _work_text(self) -> str:
+        if not self.work_bytes:
+            return "Weights and activations come on top."
+        return (
+            f"Working memory of a forward about {self.forward_bytes / 2**30:.3f} GiB, of decoding a chunk "
+            f"{self.decode_bytes / 2**30:.3f} GiB: {self.peak_bytes / 2**30:.3f} GiB at once. Weights come on top."
         )
 
     def check_limit(self, limit_bytes: int | None) -> None:

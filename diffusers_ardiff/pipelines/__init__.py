@@ -3,8 +3,10 @@
 from .ar_pipeline import ARDiffusionPipeline
 from .async_stream import AsyncARStream
 from .control import EventQueueFullError
+from .decoding import DecodeOptions
 from .hook import ControlHook, ControlInputs
 from .inputs import CacheOptions
+from .light_decoder import LightDecoder
 from .output import ARChunk, ARDiffusionPipelineOutput
 from .prompts import PromptSwitch
 from .stream import ARStream
@@ -18,6 +20,8 @@ __all__ = [
     "CacheOptions",
     "ControlHook",
     "ControlInputs",
+    "DecodeOptions",
     "EventQueueFullError",
+    "LightDecoder",
     "PromptSwitch",
 ]

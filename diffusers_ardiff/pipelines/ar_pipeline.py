@@ -22,6 +22,7 @@ from ..processors import PagedAttachment
 from ..recipes import Recipe, load_recipe
 from .async_stream import AsyncARStream
 from .checks import check_models
+from .decoding import DecoderSettings
 from .hook import ControlHook
 from .inputs import CacheOptions, CallArguments, cache_options, call_arguments, check_size
 from .live import Inbox
@@ -41,7 +42,9 @@ from .window import LatentShape
 DEFAULT_RECIPE = "self-forcing"
 
 
-class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, WarmUp, WanLoraLoaderMixin):
+class ARDiffusionPipeline(
+    DiffusionPipeline, PromptEncoding, CallProperties, WarmUp, DecoderSettings, WanLoraLoaderMixin
+):
     """Text, image and video to video, chunk by chunk through a paged K/V cache.
 
         pipe = ARDiffusionPipeline.from_pretrained("tiny")
@@ -142,7 +145,7 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, War
             ValueError: bad size.
             MemoryLimitError: more than ``CacheOptions.limit_bytes``.
         """
-        return self.plan_cache(height, width, **call).plan()
+        return self.plan_cache(height, width, **call).plan(with_work=True)
 
     def create_cache(self, height: int | None = None, width: int | None = None, **call: Any) -> KVManager:
         """Allocate a pool for ``num_videos`` videos at a time, to share between streams (``cache=`` of a call).
@@ -175,8 +178,8 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, War
         geometry = attachment.geometry
         check_size(height, width, factor * geometry.patch_size[1], factor * geometry.patch_size[2])
         return CachePlanner(
+            transformer=self.transformer,
             geometry=geometry,
-            model_dtype=self.transformer.dtype,
             recipe=recipe,
             shape=LatentShape(
                 num_videos=num_videos,
@@ -186,7 +189,7 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, War
             ),
             guided=guided,
             text_len=default_text_len(self.tokenizer) if text_len is None else text_len,
-            vae=self.vae if decode else None,
+            decoding=self.decoding if decode else None,
             options=options,
             device=self._execution_device,
         )
@@ -331,7 +334,8 @@ class ARDiffusionPipeline(DiffusionPipeline, PromptEncoding, CallProperties, War
             ),
         )
         with self.progress_bar(total=call.num_steps) as bar, open_stream(self, call, on_step=bar.update) as stream:
-            frames = join_frames([chunk.frames for chunk in stream], output_type)
+            # All chunks before any frames: reading them may wait, see DecodeOptions.overlap.
+            frames = join_frames([chunk.frames for chunk in list(stream)], output_type)
         return ARDiffusionPipelineOutput(frames=frames) if return_dict else (frames,)
 
 

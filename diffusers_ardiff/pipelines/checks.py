@@ -21,14 +21,16 @@ def check_components(pipeline: ARDiffusionPipeline, arguments: CallArguments, *,
         "transformer": True,
         "tokenizer": has_text,
         "text_encoder": has_text,
-        "vae": a.output_type != "latent" or a.image is not None or a.video is not None,
+        "vae": (a.output_type != "latent" and pipeline.decoding.light is None)
+        or a.image is not None
+        or a.video is not None,
     }
     missing = [name for name, is_needed in needed.items() if is_needed and getattr(pipeline, name) is None]
     if missing:
         raise ValueError(
             f"this call needs {missing}, which the pipeline was made without. Without a text encoder give "
             "`prompt_embeds` (and `negative_prompt_embeds`, and those of each prompt switch); without a VAE take "
-            "output_type='latent' and give `context_latents`."
+            "output_type='latent' or a light decoder (`set_decoder`), and give `context_latents`."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ from ..attention import (
 from ..cache import KVManager, KVShape, MemoryPlan, RingGeometry, SideState, plan_memory
 from ..processors import TransformerGeometry
 from ..recipes import Recipe
+from .decoding import Decoding
 from .inputs import CacheOptions
-from .vae_stream import decode_state_bytes
 from .window import LatentShape, kept_frames, ring_geometry
+from .work_memory import forward_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,24 +30,24 @@ class CachePlanner:
     """Everything about a call that decides what will be allocated for it.
 
     Args:
+        transformer: whose forwards they are; text K/V have its dtype.
         geometry: of the transformer.
-        model_dtype: dtype of the transformer, and so of its text K/V.
         recipe: window in frames.
         shape: latent shape; its ``num_videos`` is the number of sessions.
         guided: whether there is a negative branch.
         text_len: rows of the prompt embeddings.
-        vae: decoder whose streaming state counts, None where nothing is decoded.
+        decoding: decoder whose streaming state counts, None where nothing is decoded.
         options: page size, K/V dtype, backend, limit.
         device: where the pool will live.
     """
 
+    transformer: Any
     geometry: TransformerGeometry
-    model_dtype: torch.dtype
     recipe: Recipe
     shape: LatentShape
     guided: bool
     text_len: int
-    vae: Any
+    decoding: Decoding | None
     options: CacheOptions
     device: torch.device
 
@@ -57,7 +59,7 @@ class CachePlanner:
     @property
     def kv_dtype(self) -> torch.dtype:
         """Dtype of the pool."""
-        return self.options.kv_dtype or self.model_dtype
+        return self.options.kv_dtype or self.transformer.dtype
 
     @property
     def kv_shape(self) -> KVShape:
@@ -115,17 +117,18 @@ class CachePlanner:
     def side_state(self) -> SideState:
         """Bytes of one session that are not pages."""
         geometry, shape = self.geometry, self.shape
-        row_bytes = geometry.num_heads * geometry.head_dim * self.model_dtype.itemsize
+        row_bytes = geometry.num_heads * geometry.head_dim * self.transformer.dtype.itemsize
         return SideState(
             text_bytes=2 * geometry.num_layers * self.num_branches * self.text_len * row_bytes,
-            vae_state_bytes=0
-            if self.vae is None
-            else decode_state_bytes(self.vae, 1, shape.height, shape.width, self.vae.dtype),
+            vae_state_bytes=0 if self.decoding is None else self.decoding.state_bytes(shape.height, shape.width),
             latent_bytes=kept_frames(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
 
-    def plan(self) -> MemoryPlan:
+    def plan(self, *, with_work: bool = False) -> MemoryPlan:
         """What the call's sessions will allocate.
+
+        Args:
+            with_work: estimate the working memory of forwards and decoding too.
 
         Raises:
             MemoryLimitError: more than ``options.limit_bytes``.
@@ -139,7 +142,20 @@ class CachePlanner:
             fragmented=self.options.shuffle_seed is not None,
         )
         plan.check_limit(self.options.limit_bytes)
-        return plan
+        return self._with_work(plan) if with_work else plan
+
+    def _with_work(self, plan: MemoryPlan) -> MemoryPlan:
+        latents = self.shape.chunk(max(self.recipe.chunk_frames, self.recipe.first_chunk_frames or 0))
+        return dataclasses.replace(
+            plan,
+            forward_bytes=forward_bytes(self.transformer, latents),
+            decode_bytes=0 if self.decoding is None else self.decoding.work_bytes(latents),
+            overlapped=self.decoding is not None and self.decoding.options.overlap,
+        )
+
+    def backend_name(self) -> str:
+        """The attention backend that the call's forwards will take. Raises ValueError: none can."""
+        return select_backend(self._request(self.page_size()), self.options.backend).name
 
     def build(self) -> KVManager:
         """Allocate the pool. Raises like ``plan``."""

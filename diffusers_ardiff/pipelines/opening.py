@@ -13,6 +13,7 @@ from ..cache import KVManager
 from ..recipes import Recipe, load_recipe
 from ..validation import check_int
 from .checks import check_components, check_embeds, check_given_latents
+from .decoding import DecodeStream
 from .forwards import ForwardRunner
 from .inputs import (
     CallArguments,
@@ -30,12 +31,13 @@ from .inputs import (
 from .live import EventRules, Inbox
 from .memory import CachePlanner
 from .output import FrameOutput
+from .overlap import OverlappedOutput
 from .prompts import count_prompts
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
 from .stream import ARStream
-from .vae_stream import VaeDecodeStream, VaeEncodeStream, encode_video, num_pixel_frames
+from .vae_stream import VaeEncodeStream, encode_video, num_pixel_frames
 from .window import LatentShape
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class CheckedCall:
     frames: FramePlan
     planner: CachePlanner
     given_video: torch.Tensor | None
-    decoder: VaeDecodeStream | None
+    decoder: DecodeStream | None
     rules: EventRules
 
     @property
@@ -152,15 +154,14 @@ def _check_tensors(arguments: CallArguments, recipe: Recipe, shape: LatentShape,
 
 def _checked_decoder(
     pipeline: ARDiffusionPipeline, arguments: CallArguments, given_video: torch.Tensor | None, num_videos: int
-) -> VaeDecodeStream | None:
-    """The decoder that the call needs. Raises NotImplementedError where the VAE's options forbid to stream it."""
+) -> DecodeStream | None:
+    """The decoder that the call needs. Raises where the VAE's or the decoder's options forbid to stream it here."""
     if given_video is not None:
         VaeEncodeStream(pipeline.vae).check_options(batch=given_video.shape[0])
     if arguments.output_type == "latent":
         return None
-    decoder = VaeDecodeStream(pipeline.vae)
-    decoder.check_options(batch=num_videos)
-    return decoder
+    pipeline.decoding.check(pipeline._execution_device, num_videos)
+    return pipeline.decoding.open(pipeline._execution_device)
 
 
 def _event_rules(pipeline: ARDiffusionPipeline, arguments: CallArguments, planner: CachePlanner) -> EventRules:
@@ -235,7 +236,7 @@ def open_stream(
         NoiseSource(device=planner.device, generator=a.generator, latents=a.latents, step_noise=a.step_noise),
         settings,
         state=CallState(guidance_scale=call.guidance_scale, num_timesteps=call.num_steps),
-        output=FrameOutput(pipeline.video_processor, settings, call.decoder),
+        output=_frame_output(pipeline, settings, call),
         inbox=inbox,
     )
     try:
@@ -244,6 +245,12 @@ def open_stream(
         stream.close()
         raise
     return stream
+
+
+def _frame_output(pipeline: ARDiffusionPipeline, settings: StreamSettings, call: CheckedCall) -> FrameOutput:
+    if call.decoder is not None and pipeline.decoding.options.overlap:
+        return OverlappedOutput(pipeline.video_processor, settings, call.decoder, device=call.planner.device)
+    return FrameOutput(pipeline.video_processor, settings, call.decoder)
 
 
 def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:

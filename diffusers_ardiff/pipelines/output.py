@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.utils.outputs import BaseOutput
 
-from .vae_stream import VaeDecodeStream
-
 if TYPE_CHECKING:
+    from .decoding import DecodeStream
     from .settings import StreamSettings
 
 
@@ -28,13 +28,21 @@ class ARDiffusionPipelineOutput(BaseOutput):
     frames: Any
 
 
+class PendingFrames(ABC):
+    """Frames that are still being made."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """The frames, safe to use where it is called; any thread may, as often as it likes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ARChunk:
     """One chunk of a stream.
 
     Args:
         index: number of the chunk in the stream, given ones included.
-        frames: pixel frames of this chunk, in the form of ``ARDiffusionPipelineOutput.frames``.
+        output: the chunk's frames, or what they will be read from; see ``frames``.
         latents: (videos, channels, latent frames, height, width) float32, clean.
         start_latent_frame: absolute latent frame of the first one.
         is_given: the chunk holds latents of a given image or video.
@@ -42,11 +50,19 @@ class ARChunk:
     """
 
     index: int
-    frames: Any
+    output: Any
     latents: torch.Tensor
     start_latent_frame: int
     is_given: bool = False
     last_event_id: int | None = None
+
+    @property
+    def frames(self) -> Any:
+        """Pixel frames of this chunk, in the form of ``ARDiffusionPipelineOutput.frames``.
+
+        Where decoding overlaps (``set_decoder(overlap=True)``), reading them waits until they are made.
+        """
+        return self.output.result() if isinstance(self.output, PendingFrames) else self.output
 
     @property
     def num_latent_frames(self) -> int:
@@ -60,10 +76,10 @@ class FrameOutput:
     Args:
         processor: diffusers' video processor.
         settings: output type and number of frames.
-        decoder: state of the VAE; None for latents.
+        decoder: state of the decoder; None for latents.
     """
 
-    def __init__(self, processor: Any, settings: StreamSettings, decoder: VaeDecodeStream | None) -> None:
+    def __init__(self, processor: Any, settings: StreamSettings, decoder: DecodeStream | None) -> None:
         self.num_frames = 0
         self._processor = processor
         self._settings = settings
@@ -76,14 +92,19 @@ class FrameOutput:
 
     def make(self, latents: torch.Tensor, past: torch.Tensor) -> Any:
         """Frames of the next chunk; ``past`` holds the latents before it, the last frame at least if there is one."""
-        settings, decoder = self._settings, self._decoder
-        if decoder is None:
+        settings = self._settings
+        if self._decoder is None:
             return self._cut(latents, settings.total_latent_frames)
+        return self._processor.postprocess_video(self._decode(latents, past), output_type=settings.output_type)
+
+    def _decode(self, latents: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        """(videos, 3, frames, height, width) in [-1, 1]."""
+        decoder = self._decoder
+        assert decoder is not None
         if decoder.num_latent_frames == 0 and past.shape[2]:
             # The decoder was reset on the way: the one short latent frame that it begins with comes from the past.
             decoder.decode(past[:, :, -1:])
-        video = self._cut(decoder.decode(latents), settings.num_frames)
-        return self._processor.postprocess_video(video, output_type=settings.output_type)
+        return self._cut(decoder.decode(latents), self._settings.num_frames)
 
     def fork(self) -> FrameOutput:
         """The same state once more."""

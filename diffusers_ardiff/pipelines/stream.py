@@ -147,7 +147,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         self.rollout.hold(latents)
         chunk = ARChunk(
             index=self._num_chunks,
-            frames=self._output.make(latents, self.rollout.recent_latents),
+            output=self._output.make(latents, self.rollout.recent_latents),
             latents=latents,
             start_latent_frame=start,
             is_given=not isinstance(upcoming, int),

@@ -19,9 +19,10 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, patchify, unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, patchify
 
 from ..validation import check_int
+from .decode_step import CacheEntry, DecodeStep, decode_step
 
 _REQUIRED_ARGUMENTS = {
     "encoder": ("feat_cache", "feat_idx"),
@@ -145,7 +146,7 @@ class _CausalStream:
 
     def reset(self) -> None:
         """Forget the past and free the state; the next chunk begins a video of any size."""
-        self._cache: list[torch.Tensor | str | None] = [None] * self._vae._cached_conv_counts[self._part]
+        self._cache: list[CacheEntry] = [None] * self._vae._cached_conv_counts[self._part]
         self._layout: tuple[tuple[int, ...], torch.dtype] | None = None
         self._num_latent_frames = 0
         self._is_consistent = True
@@ -218,6 +219,7 @@ class VaeDecodeStream(_CausalStream):
 
     Args:
         vae: an ``AutoencoderKLWan``. Its own feature maps are never touched.
+        step: how a part is decoded; a ``CompiledStep`` is one that was compiled.
 
     Raises:
         TypeError: the VAE is not of the supported kind.
@@ -225,6 +227,10 @@ class VaeDecodeStream(_CausalStream):
     """
 
     _part = "decoder"
+
+    def __init__(self, vae: AutoencoderKLWan, step: DecodeStep = decode_step) -> None:
+        super().__init__(vae)
+        self._step = step
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -258,10 +264,11 @@ class VaeDecodeStream(_CausalStream):
         return torch.cat(parts, dim=2)
 
     def _decode_part(self, hidden: torch.Tensor) -> torch.Tensor:
-        is_first = self._num_latent_frames == 0
-        pixels = self._vae.decoder(hidden, feat_cache=self._cache, feat_idx=[0], first_chunk=is_first)
+        patch_size = self._vae.config["patch_size"] or 1
+        pixels, state = self._step(self._vae.decoder, hidden, tuple(self._cache), patch_size)
+        self._cache = list(state)
         self._num_latent_frames += hidden.shape[2]
-        return unpatchify(pixels, patch_size=self._vae.config["patch_size"] or 1).float().clamp_(-1.0, 1.0)
+        return pixels
 
 
 class VaeEncodeStream(_CausalStream):

@@ -292,7 +292,7 @@ def _stream_call(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> dict[s
         "recipe": planner.recipe,
         "guidance_scale": 2.0 if planner.guided else 1.0,
         "generator": noise,
-        "output_type": "latent" if planner.vae is None else "pt",
+        "output_type": "latent" if planner.decoding is None else "pt",
     }
 
 

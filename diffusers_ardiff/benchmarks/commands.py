@@ -1,0 +1,182 @@
+"""The ``rollout`` and ``decode`` commands of ``scripts/benchmark.py``."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..doctor import DTYPES
+from ..generation import load_pipeline
+from ..pipelines import ARDiffusionPipeline
+from ..recipes import load_recipe
+from .decode import VARIANTS, DecodeCase, describe_decode, measure_decode
+from .dense_roll import measure_dense_roll
+from .models import WAN_SHAPES, build_light_decoder, build_pipeline, windowed
+from .plot import plot_rollout
+from .report import RolloutResult, describe, window_label
+from .rollout import RolloutSettings, measure_rollout
+
+DECODERS = ("wan", "light", "none")
+
+
+def add_rollout_command(commands: Any) -> None:
+    """``rollout``: a long rollout, chunk by chunk."""
+    parser = commands.add_parser("rollout", help="a long rollout, chunk by chunk: speed, latency, memory, flatness")
+    parser.add_argument(
+        "--model", default="tiny", help=f"{', '.join(WAN_SHAPES)} (random weights), a built-in model, folder or hub id"
+    )
+    parser.add_argument("--recipe", help="name or .json file (default: the model's own)")
+    parser.add_argument("--sink-frames", type=int, help="latent frames kept for ever (default: the recipe's)")
+    parser.add_argument("--window-frames", type=int, help="recent latent frames kept, sink not included")
+    parser.add_argument("--height", type=int, help="pixels (default: the recipe's)")
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--num-frames", type=int, help="pixel frames in all (default: what the measured chunks need)")
+    parser.add_argument("--measured-chunks", type=int, default=60, help="in the steady state")
+    parser.add_argument("--decoder", choices=DECODERS, default="wan", help="wan: the pipeline's VAE")
+    parser.add_argument("--latents-only", action="store_const", const="none", dest="decoder", help="--decoder none")
+    parser.add_argument("--compile-decoder", action="store_true")
+    parser.add_argument("--channels-last", action="store_true", help="of the decoder's weights")
+    parser.add_argument("--overlap", action="store_true", help="decode beside the next chunk's denoising")
+    parser.add_argument("--baseline", choices=["dense-roll"], help="time this in the same run and print the ratio")
+    parser.add_argument("--backend", help="attention backend (default: chosen)")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of random weights")
+    parser.add_argument("--repeats", type=int, default=1)
+    _add_outputs(parser)
+    parser.add_argument("--plot", type=Path, help=".png of time and memory per chunk; needs matplotlib")
+    parser.set_defaults(run=run_rollout, draw=plot_rollout)
+
+
+def add_decode_command(commands: Any) -> None:
+    """``decode``: the decoders alone."""
+    parser = commands.add_parser("decode", help="stream decode of steady chunks, random weights of Wan 2.1's VAE")
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--width", type=int, default=832)
+    parser.add_argument("--chunk-frames", type=int, default=3, help="latent frames")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=10)
+    _add_outputs(parser)
+    parser.set_defaults(run=run_decode, plot=None)
+
+
+def add_plot_command(commands: Any) -> None:
+    """``plot``: a chart from files that ``rollout --output`` wrote, perhaps on another machine."""
+    parser = commands.add_parser("plot", help="draw the .json files of the rollout command")
+    parser.add_argument("files", type=Path, nargs="+", help=".json")
+    parser.add_argument("--plot", type=Path, required=True, help=".png; needs matplotlib")
+    parser.set_defaults(run=read_results, draw=plot_rollout, output=None)
+
+
+def read_results(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The results in all files."""
+    return [result for path in options.files for result in json.loads(path.read_text())["results"]]
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help=".json")
+
+
+def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time one rollout after the other; prints each as it is done."""
+    pipeline = prepare_pipeline(options)
+    settings = _settings(options, pipeline)
+    recipe = settings.recipe
+    assert recipe is not None
+    warmup = pipeline.warmup_decoder(recipe=recipe) if settings.decode else 0.0
+    # Kernels are loaded before anything is timed.
+    measure_rollout(pipeline, replace(settings, measured_chunks=2, num_frames=None))
+    factor, results = pipeline.vae_scale_factor_temporal, []
+    for _ in range(options.repeats):
+        gc.collect()
+        result = measure_rollout(pipeline, settings)
+        report = {
+            "model": options.model,
+            "window": window_label(recipe),
+            "recipe": recipe.to_dict(),
+            "decoder": options.decoder,
+            "decoder_options": vars(pipeline.decoding.options),
+            "decoder_warmup_seconds": warmup,
+            "pixel_fps": recipe.chunk_frames * factor / result.mean_seconds,
+        }
+        print(f"{options.model}, {describe(recipe, result, factor, options.decoder)}", flush=True)
+        if settings.decode:
+            print(f"  decoder warm-up {warmup:.1f} s, options {report['decoder_options']}", flush=True)
+        report |= result.to_dict()
+        if options.baseline is not None:
+            report["baseline"] = run_baseline(pipeline, settings, result)
+        results.append(report)
+    return results
+
+
+def run_baseline(pipeline: ARDiffusionPipeline, settings: RolloutSettings, result: RolloutResult) -> dict[str, Any]:
+    """Time the dense cache that rolls, and ours without decoding where it was timed with; prints the ratio."""
+    if settings.decode:
+        result = measure_rollout(pipeline, replace(settings, decode=False))
+    gc.collect()
+    seconds = measure_dense_roll(pipeline, settings)
+    dense = statistics.median(seconds[result.first_steady_chunk :])
+    ours = result.transformer_seconds
+    print(
+        f"  dense-roll {dense:.4f} s a chunk, ours {ours:.4f} s (denoising + commit, nothing decoded): "
+        f"{dense / ours:.2f} x",
+        flush=True,
+    )
+    return {
+        "name": "dense-roll",
+        "chunk_seconds": seconds,
+        "steady_seconds": dense,
+        "ours": ours,
+        "ratio": dense / ours,
+    }
+
+
+def prepare_pipeline(options: argparse.Namespace) -> ARDiffusionPipeline:
+    """The pipeline with its decoder chosen."""
+    device = torch.device(options.device)
+    if options.model in WAN_SHAPES:
+        pipeline = build_pipeline(options.model, device, DTYPES[options.dtype])
+    else:
+        pipeline = load_pipeline(options.model, device, recipe=options.recipe)
+    if options.decoder != "none":
+        pipeline.set_decoder(
+            build_light_decoder(device, pipeline.vae.dtype) if options.decoder == "light" else None,
+            compile=options.compile_decoder,
+            channels_last=options.channels_last,
+            overlap=options.overlap,
+        )
+    return pipeline
+
+
+def _settings(options: argparse.Namespace, pipeline: ARDiffusionPipeline) -> RolloutSettings:
+    recipe = load_recipe(options.recipe) if options.recipe is not None else pipeline.recipe
+    size = {name: value for name in ("height", "width") if (value := getattr(options, name)) is not None}
+    return RolloutSettings(
+        recipe=windowed(recipe, options.sink_frames, options.window_frames).replace(**size),
+        measured_chunks=options.measured_chunks,
+        num_frames=options.num_frames,
+        decode=options.decoder != "none",
+        backend=options.backend,
+    )
+
+
+def run_decode(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure each variant; prints each."""
+    case = DecodeCase(
+        height=options.height,
+        width=options.width,
+        chunk_frames=options.chunk_frames,
+        dtype=DTYPES[options.dtype],
+        repeats=options.repeats,
+    )
+    results = measure_decode(case, options.variants, torch.device(options.device))
+    for result in results:
+        print(describe_decode(case, result), flush=True)
+    return results
