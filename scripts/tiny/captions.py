@@ -53,9 +53,9 @@ def join(phrases: Sequence[str], rng: random.Random) -> str:
     return phrases[0] + middle + phrases[1] + last + phrases[2]
 
 
-def noun_phrase(color: str, kind: str, direction: str | None, rng: random.Random) -> str:
-    """For example "a red circle moving right"; `direction` None leaves the motion out."""
-    words = [rng.choice(_ARTICLES), rng.choice(_UNKNOWN) if rng.random() < 0.05 else "", color, kind]
+def noun_phrase(color: str | None, kind: str, direction: str | None, rng: random.Random) -> str:
+    """For example "a red circle moving right"; None leaves the colour or the motion out."""
+    words = [rng.choice(_ARTICLES), rng.choice(_UNKNOWN) if rng.random() < 0.05 else "", color or "", kind]
     if direction is not None:
         words += [rng.choice(_MOTIONS), direction]
     return " ".join(word for word in words if word)
@@ -68,14 +68,16 @@ def caption_scenes(
 
     A share of `empty_share` is empty, so that the model also knows what "no prompt" means. A share of `vague_share` of
     the phrases says "shape" in place of the kind, so that colour words get to work without a kind they are known with.
+    Tinted shapes are named without a colour.
     """
     colors, kinds, present = scenes.colors.tolist(), scenes.kinds.tolist(), scenes.present.tolist()
+    tinted = scenes.tinted.tolist()
     captions = []
     for row, motion in enumerate(scenes.velocity.tolist()):
         slots = [slot for slot, here in enumerate(present[row]) if here]
         phrases = [
             noun_phrase(
-                COLORS[colors[row][slot]],
+                None if tinted[row][slot] else COLORS[colors[row][slot]],
                 "shape" if rng.random() < vague_share else KINDS[kinds[row][slot]],
                 direction_word(*motion[slot]) if rng.random() < 0.5 else None,
                 rng,

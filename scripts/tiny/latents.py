@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLWan
 
 from .captions import build_tokenizer, caption_scenes
 from .models import encode_video, latent_stats
-from .shapes import Scenes, recolor_one, render, sample_scenes, simulate
+from .shapes import TINTED_SHARE, Scenes, recolor_one, render, sample_scenes, simulate
 
 VAGUE_SHARE = 0.15  # "a red shape": colours then work with kinds they were never shown with
 RECOLORED = 4
@@ -67,7 +67,7 @@ def encode_clips(vae: AutoencoderKLWan, generator: torch.Generator, settings: En
     device, start = generator.device, time.monotonic()
     latents, ids, twins = [], [], []
     for _ in range(0, settings.num_clips, 16 * settings.batch):
-        scenes = sample_scenes(16 * settings.batch, generator)
+        scenes = sample_scenes(16 * settings.batch, generator, tinted_share=TINTED_SHARE)
         track = simulate(scenes, 4 * settings.latent_frames - 3)
         ids.append(caption_ids(scenes, rng, settings.captions, vague_share=VAGUE_SHARE))
         latents.append(_encode(vae, scenes, track, settings.batch))

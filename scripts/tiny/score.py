@@ -5,10 +5,9 @@ Videos are (B, 3, F, H, W) in [-1, 1].
 
 import torch
 
-from .shapes import PALETTE
+from .shapes import TOLERANCE, palette
 
 MIN_PIXELS = 25
-TOLERANCE = 0.6
 
 
 def classify(video: torch.Tensor) -> torch.Tensor:
@@ -17,8 +16,8 @@ def classify(video: torch.Tensor) -> torch.Tensor:
     The colours are at least 1.7 apart and the tolerance is 0.6, so blends at edges belong to no colour.
     """
     red, green, blue = video[:, :, :, None].unbind(dim=1)  # (B, F, 1, H, W) each
-    palette = torch.tensor(list(PALETTE.values()), device=video.device, dtype=video.dtype)[..., None, None]
-    distance = (red - palette[:, 0]) ** 2 + (green - palette[:, 1]) ** 2 + (blue - palette[:, 2]) ** 2
+    colors = palette(video.device).to(video.dtype)[..., None, None]
+    distance = (red - colors[:, 0]) ** 2 + (green - colors[:, 1]) ** 2 + (blue - colors[:, 2]) ** 2
     return distance < TOLERANCE**2
 
 

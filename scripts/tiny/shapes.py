@@ -15,6 +15,7 @@ SIZE = 64
 FPS = 16
 MAX_SHAPES = 3
 BACKGROUND = -0.85
+TOLERANCE = 0.6  # how far from a palette colour a pixel still counts as that colour
 _ON, _OFF = 0.9, -0.8
 PALETTE: dict[str, tuple[float, float, float]] = {
     "red": (_ON, _OFF, _OFF),
@@ -29,6 +30,7 @@ KINDS: tuple[str, ...] = ("circle", "square", "triangle")
 # Never rendered for training; the scorer asks for them. Every colour and every kind is still seen otherwise.
 HELD_OUT: frozenset[tuple[str, str]] = frozenset({("red", "triangle"), ("blue", "circle"), ("yellow", "square")})
 
+TINTED_SHARE = 0.25  # of the shapes, in training; see `sample_scenes`
 OPENING_JITTER = 10  # pixels; see `_openings`
 NUMBERS = (0.125, 0.5, 0.375)  # weights of scenes of one, two and three shapes
 
@@ -37,12 +39,15 @@ NUMBERS = (0.125, 0.5, 0.375)  # weights of scenes of one, two and three shapes
 class Scenes:
     """First frames of N scenes with S = 3 slots each; slots that are not `present` are empty.
 
-    colors, kinds: (N, S) indices into `COLORS` and `KINDS`; present: (N, S) bool; radius: (N, S) pixels;
-    position: (N, S, 2) pixels; velocity: (N, S, 2) pixels per frame.
+    colors, kinds: (N, S) indices into `COLORS` and `KINDS`; tints: (N, S, 3), what they are painted with, and tinted:
+    (N, S) bool, where that is no palette colour; present: (N, S) bool; radius: (N, S) pixels; position: (N, S, 2)
+    pixels; velocity: (N, S, 2) pixels per frame.
     """
 
     colors: torch.Tensor
     kinds: torch.Tensor
+    tints: torch.Tensor
+    tinted: torch.Tensor
     present: torch.Tensor
     radius: torch.Tensor
     position: torch.Tensor
@@ -68,10 +73,13 @@ def sample_scenes(
     generator: torch.Generator,
     pairs: torch.Tensor | None = None,
     numbers: Sequence[float] = NUMBERS,
+    tinted_share: float = 0.0,
 ) -> Scenes:
     """Draws scenes on the generator's device.
 
-    `pairs` weights the (colour, kind) pairs (default: those of training), `numbers` one, two and three shapes.
+    `pairs` weights the (colour, kind) pairs (default: those of training), `numbers` one, two and three shapes. A share
+    of `tinted_share` of the shapes is painted with any colour instead of its own, so that no kind comes to mean that
+    it has not a certain colour; never with one near a colour that is held out for the kind.
     """
     device = generator.device
     pairs = (training_pairs() if pairs is None else pairs).to(device)
@@ -87,7 +95,22 @@ def sample_scenes(
     angle, speed = 2 * torch.pi * uniform(MAX_SHAPES), 0.7 + 0.9 * uniform(MAX_SHAPES)
     velocity = speed[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)
     position = _openings(radius, present, uniform(MAX_SHAPES, 2))
-    return Scenes(colors, kinds, present, radius, position, velocity)
+    tints = _OFF + (_ON - _OFF) * uniform(MAX_SHAPES, 3)
+    tinted = (uniform(MAX_SHAPES) < tinted_share) & ~_near_held_out(tints, kinds) & (tints.amax(dim=-1) > 0)
+    tints = torch.where(tinted[..., None], tints, palette(device)[colors])
+    return Scenes(colors, kinds, tints, tinted, present, radius, position, velocity)
+
+
+def palette(device: torch.device) -> torch.Tensor:
+    """The colours as (colours, 3) RGB."""
+    return torch.tensor(list(PALETTE.values()), device=device)
+
+
+def _near_held_out(tints: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """Which tints (N, S, 3) the scorer would take for a colour that is held out for the kind: (N, S) bool."""
+    distance = torch.linalg.vector_norm(tints[:, :, None] - palette(tints.device), dim=-1)
+    held_out = training_pairs().to(tints.device).T[kinds] == 0
+    return ((distance < TOLERANCE) & held_out).any(dim=-1)
 
 
 def recolor_one(scenes: Scenes, generator: torch.Generator) -> Scenes:
@@ -99,7 +122,9 @@ def recolor_one(scenes: Scenes, generator: torch.Generator) -> Scenes:
     number = scenes.present.sum(dim=1, keepdim=True)
     slot = (torch.rand(count, 1, generator=generator, device=device) * number).long()
     colors, kinds = (old.scatter(1, slot, new) for old, new in ((scenes.colors, color), (scenes.kinds, kind)))
-    return replace(scenes, colors=colors, kinds=kinds)
+    tinted = scenes.tinted.scatter(1, slot, False)
+    tints = torch.where(tinted[..., None], scenes.tints, palette(device)[colors])
+    return replace(scenes, colors=colors, kinds=kinds, tints=tints, tinted=tinted)
 
 
 def _openings(radius: torch.Tensor, present: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -151,7 +176,6 @@ def render(scenes: Scenes, track: torch.Tensor) -> torch.Tensor:
     """Anti-aliased video of the centres `track` (N, F, S, 2): (N, 3, F, 64, 64) in [-1, 1]."""
     count, num_frames = track.shape[:2]
     device = track.device
-    palette = torch.tensor(list(PALETTE.values()), device=device)
     grid = torch.arange(SIZE, device=device) + 0.5
     video = torch.full((count, 3, num_frames, SIZE, SIZE), BACKGROUND, device=device)
     for slot in range(MAX_SHAPES):
@@ -159,7 +183,7 @@ def render(scenes: Scenes, track: torch.Tensor) -> torch.Tensor:
         y = grid[:, None] - track[:, :, slot, 1, None, None]
         radius, kind = (values[:, slot, None, None, None] for values in (scenes.radius, scenes.kinds))
         coverage = _coverage(x, y, radius, kind) * scenes.present[:, slot, None, None, None]
-        color = palette[scenes.colors[:, slot]][:, :, None, None, None]
+        color = scenes.tints[:, slot, :, None, None, None]
         video = torch.lerp(video, color.expand_as(video), coverage[:, None].expand_as(video))
     return video
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from .models import build_vae, decode_video, encode_video
 from .score import colors_shown
-from .shapes import BACKGROUND, render, sample_scenes, simulate
+from .shapes import BACKGROUND, TINTED_SHARE, render, sample_scenes, simulate
 from .training import Budget, Trainer, load_state, save_state, write_json
 
 SHAPE_WEIGHT = 4.0
@@ -38,7 +38,7 @@ def train_vae(state: Path, budget: Budget, device: torch.device, seed: int, sett
     generator = torch.Generator(device).manual_seed(seed)
     vae = build_vae().to(device)
     resumed = load_state(vae, state / "vae.safetensors")
-    scenes = sample_scenes(settings.num_scenes, generator)
+    scenes = sample_scenes(settings.num_scenes, generator, tinted_share=TINTED_SHARE)
     track = simulate(scenes, settings.num_frames)
     trainer = Trainer(vae, lambda video: vae_loss(vae, video), budget, settings.peak_rate, decay=0.998)
     while trainer.progress < 1:
