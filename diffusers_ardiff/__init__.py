@@ -11,6 +11,8 @@ from .pipelines import (
     ControlInputs,
     EventQueueFullError,
     PromptSwitch,
+    StreamBatch,
+    StreamBatchError,
 )
 from .processors import attach_paged_attention
 from .recipes import Recipe
@@ -28,6 +30,8 @@ __all__ = [
     "PagedForwardContext",
     "PromptSwitch",
     "Recipe",
+    "StreamBatch",
+    "StreamBatchError",
     "attach_paged_attention",
     "load_ar_checkpoint",
 ]

@@ -11,7 +11,7 @@ import torch
 
 from ..cache import KVManager
 from ..pipelines import ARDiffusionPipeline
-from ..pipelines.rollout import kept_frames
+from ..pipelines.window import kept_frames
 from ..recipes import Recipe
 from ..validation import check_int
 

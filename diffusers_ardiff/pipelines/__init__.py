@@ -8,6 +8,7 @@ from .inputs import CacheOptions
 from .output import ARChunk, ARDiffusionPipelineOutput
 from .prompts import PromptSwitch
 from .stream import ARStream
+from .together import StreamBatch, StreamBatchError
 
 __all__ = [
     "ARChunk",
@@ -20,4 +21,6 @@ __all__ = [
     "ControlInputs",
     "EventQueueFullError",
     "PromptSwitch",
+    "StreamBatch",
+    "StreamBatchError",
 ]

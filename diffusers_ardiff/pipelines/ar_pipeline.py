@@ -30,12 +30,12 @@ from .memory import CachePlanner
 from .opening import check_call, open_stream
 from .output import ARDiffusionPipelineOutput
 from .prompts import PromptSwitch
-from .rollout import LatentShape
 from .settings import CallProperties, StepCallback
 from .steps import StepNoise
 from .stream import ARStream
 from .text import PromptEncoding, default_text_len
 from .vae_stream import spatial_factor, temporal_factor
+from .window import LatentShape
 
 DEFAULT_RECIPE = "self-forcing"
 

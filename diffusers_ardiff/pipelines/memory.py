@@ -19,8 +19,8 @@ from ..cache import KVManager, KVShape, MemoryPlan, RingGeometry, SideState, pla
 from ..processors import TransformerGeometry
 from ..recipes import Recipe
 from .inputs import CacheOptions
-from .rollout import LatentShape, kept_frames, ring_geometry
 from .vae_stream import decode_state_bytes
+from .window import LatentShape, kept_frames, ring_geometry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,11 +29,12 @@ from .live import EventRules, Inbox
 from .memory import CachePlanner
 from .output import FrameOutput
 from .prompts import count_prompts
-from .rollout import LatentShape, Rollout
+from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
 from .stream import ARStream
 from .vae_stream import VaeDecodeStream, VaeEncodeStream, encode_video, num_pixel_frames
+from .window import LatentShape
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline

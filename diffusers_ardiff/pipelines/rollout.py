@@ -3,59 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..cache import KVManager, RingGeometry, Session, TextKV
+from ..cache import Branch, KVManager, Session, TextKV
 from ..context import PagedForwardContext
 from ..processors import PagedAttachment, TransformerGeometry
 from ..recipes import Recipe
-from ..rope import Rotary, VideoRope
+from ..rope import VideoRope
 from ..transfer import download, upload
+from .angles import FrameAngles
 from .batch_text import BatchText
+from .denoise import FrameStep
 from .hook import ControlHook, ControlInputs, apply_hook
+from .window import LatentShape, kept_frames
 
 POSITIVE, NEGATIVE = "positive", "negative"
-_CACHE_CONTEXT = {POSITIVE: "cond", NEGATIVE: "uncond"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentShape:
-    """Shape of one latent frame of a rollout."""
-
-    num_videos: int
-    channels: int
-    height: int
-    width: int
-
-    def chunk(self, num_frames: int) -> tuple[int, int, int, int, int]:
-        """(videos, channels, frames, height, width) of a chunk."""
-        return (self.num_videos, self.channels, num_frames, self.height, self.width)
-
-
-def ring_geometry(recipe: Recipe, tokens_per_frame: int, page_size: int) -> RingGeometry:
-    """The recipe's window in tokens of this frame size."""
-    sink = recipe.num_sink_frames
-    if recipe.num_window_frames is not None:
-        window = recipe.num_window_frames
-    else:
-        window = (recipe.max_latent_frames or 0) - sink
-    return RingGeometry(
-        sink_tokens=sink * tokens_per_frame,
-        window_tokens=window * tokens_per_frame,
-        page_size=page_size,
-        full_history=recipe.num_window_frames is None,
-    )
-
-
-def kept_frames(recipe: Recipe) -> int:
-    """Latent frames that can be visible at once, S + W; as many clean latents are kept for a recache."""
-    if recipe.num_window_frames is None:
-        return recipe.max_latent_frames or 0
-    return recipe.num_sink_frames + recipe.num_window_frames
+CACHE_CONTEXT = {POSITIVE: "cond", NEGATIVE: "uncond"}
 
 
 class Rollout:
@@ -91,19 +57,17 @@ class Rollout:
         self.num_latent_frames = 0
         self.control_hook: ControlHook | None = None
         self.controls: Any = None
-        self._attachment = attachment
-        self._transformer = attachment.transformer
+        self.attachment = attachment
         self._geometry: TransformerGeometry = attachment.geometry
-        self._rope = VideoRope(head_dim=self._geometry.head_dim)
         # Text K/V are bound in every forward; the host only needs a row to run its text embedder on.
-        self._text_stub = torch.zeros(
-            shape.num_videos, 1, self._transformer.config["text_dim"], dtype=self._transformer.dtype, device=device
-        )
+        transformer = attachment.transformer
+        stub = (shape.num_videos, 1, transformer.config["text_dim"])
+        self.text_stub = torch.zeros(stub, dtype=transformer.dtype, device=device)
         self._text = BatchText()
         self._recent = torch.zeros(shape.chunk(0), device=device)
         self._recent_controls: tuple[Any, ...] = ()
         self._uncommitted: torch.Tensor | None = None
-        self._rotary: tuple[tuple[int, int], Rotary] | None = None
+        self.angles = self.make_angles()
         self.sessions: list[Session] = []
         try:
             for _ in range(shape.num_videos):
@@ -116,6 +80,12 @@ class Rollout:
     def tokens_per_frame(self) -> int:
         """C, tokens of one latent frame."""
         return self._geometry.tokens_per_frame(self.shape.height, self.shape.width)
+
+    def make_angles(self) -> FrameAngles:
+        """Rotary angles of this frame size, with nothing kept yet."""
+        _, patch_height, patch_width = self._geometry.patch_size
+        grid = (self.shape.height // patch_height, self.shape.width // patch_width)
+        return FrameAngles(VideoRope(head_dim=self._geometry.head_dim), grid, self.device)
 
     @property
     def recent_latents(self) -> torch.Tensor:
@@ -136,7 +106,7 @@ class Rollout:
                     f"the {name} prompt embeddings have {value.shape[0]} rows for {self.shape.num_videos} videos; give "
                     "one each."
                 )
-        return {name: self._attachment.compute_text_kv(value.to(self.device)) for name, value in embeds.items()}
+        return {name: self.attachment.compute_text_kv(value.to(self.device)) for name, value in embeds.items()}
 
     def set_text(self, text: Mapping[str, TextKV]) -> None:
         """Replace the text of the branches named; self K/V stay as they are.
@@ -157,19 +127,18 @@ class Rollout:
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
-    def predict(self, latents: torch.Tensor, timestep: float, guidance_scale: float) -> torch.Tensor:
+    def predict(self, step: FrameStep, guidance_scale: float) -> torch.Tensor:
         """One denoise step's velocity for the next chunk; writes its K/V, advances nothing.
 
         Args:
-            latents: (videos, channels, frames, height, width) noisy chunk.
-            timestep: of all its frames, in [0, 1000].
+            step: the noisy chunk.
             guidance_scale: weight of the positive branch; the negative one runs only where there is one and the
                 scale is above 1.0.
         """
-        positive = self._forward(POSITIVE, latents, timestep)
+        positive = self._forward(POSITIVE, step.latents, step.timestep)
         if NEGATIVE not in self.branch_names or guidance_scale <= 1.0:
             return positive
-        negative = self._forward(NEGATIVE, latents, timestep)
+        negative = self._forward(NEGATIVE, step.latents, step.timestep)
         return negative + guidance_scale * (positive - negative)
 
     def hold(self, clean_latents: torch.Tensor) -> None:
@@ -181,11 +150,21 @@ class Rollout:
 
     def commit_held(self) -> None:
         """Run the clean forward of the chunk held, if there is one, in every branch, then advance all of them."""
-        if self._uncommitted is None:
+        step = self.due_commit()
+        if step is None:
             return
-        latents = self._uncommitted
         for name in self.branch_names:
-            self._forward(name, latents, self.recipe.commit_timestep)
+            self._forward(name, step.latents, step.timestep)
+        self.finish_commit(step.latents)
+
+    def due_commit(self) -> FrameStep | None:
+        """The clean forward of the chunk held; None where none is. ``finish_commit`` follows it, in every branch."""
+        if self._uncommitted is None:
+            return None
+        return FrameStep(latents=self._uncommitted, timestep=self.recipe.commit_timestep)
+
+    def finish_commit(self, latents: torch.Tensor) -> None:
+        """Advance all branches past the clean forward that ran on ``latents``."""
         for session in self.sessions:
             session.commit()
         self._recent = torch.cat([self._recent, latents], dim=2)[:, :, -kept_frames(self.recipe) :].clone()
@@ -238,7 +217,7 @@ class Rollout:
         self._check_open()
         self.commit_held()
         child = copy.copy(self)
-        child.sessions, child._text = [], self._text.copy()
+        child.sessions, child._text, child.angles = [], self._text.copy(), self.make_angles()
         try:
             for session in self.sessions:
                 child.sessions.append(session.fork())
@@ -279,10 +258,11 @@ class Rollout:
 
     def close(self) -> None:
         """Give all pages back; calling it again does nothing."""
-        self._uncommitted = self.controls = self.control_hook = self._rotary = None
+        self._uncommitted = self.controls = self.control_hook = None
+        self.angles.clear()
         self._recent_controls = ()
         self._text.clear()
-        self._recent, self._text_stub = self._recent.new_empty(0), self._text_stub.new_empty(0)
+        self._recent, self.text_stub = self._recent.new_empty(0), self.text_stub.new_empty(0)
         for session in self.sessions:
             session.close()
         # A closed session still knows its pool; a stream that somebody keeps must not keep the pool.
@@ -291,6 +271,19 @@ class Rollout:
     def _check_open(self) -> None:
         if not self.sessions:
             raise RuntimeError("this rollout is closed; start a new one.")
+
+    def check_forward(self, branches: Sequence[Branch], num_tokens: int) -> None:
+        """Raise what the next forward of these branches would raise before it writes; changes nothing."""
+        self._check_open()
+        for branch in branches:
+            branch.check_idle("a forward")
+            branch.ring.plan_forward(num_tokens)
+            if branch.text is None:
+                raise RuntimeError(f"branch {branch.name!r} has no prompt; set one before the next chunk.")
+
+    def drop_joined_text(self) -> None:
+        """Let go of this rollout's own join of its rows' text, after another one was made that includes them."""
+        self._text.clear()
 
     def _forward(
         self,
@@ -309,35 +302,35 @@ class Rollout:
         if text is None:
             raise RuntimeError(f"branch {branch_name!r} has no prompt; set one before the next chunk.")
         num_tokens = latents.shape[2] * self.tokens_per_frame
-        forward = PagedForwardContext(branches, num_tokens=num_tokens, start=start, backend=self._attachment.backend)
-        start_frame, num_frames = forward.starts[0] // self.tokens_per_frame, latents.shape[2]
-        rotary = self._rotary_for(start_frame, num_frames)
-        transformer, stub = self._transformer, self._text_stub
-        arguments = self._arguments(
-            latents.to(stub.dtype),
-            timestep,
-            frame_controls=controls if controls is not None else (self.controls,) * num_frames,
-            start_latent_frame=start_frame,
-            branch=branch_name,
-        )
-        cache_context = transformer.cache_context(_CACHE_CONTEXT[branch_name])
-        with self._attachment, forward, self._attachment.bind(forward, rotary, text), cache_context:
+        forward = PagedForwardContext(branches, num_tokens=num_tokens, start=start, backend=self.attachment.backend)
+        rotary = self.angles.of(forward)
+        transformer, stub = self.attachment.transformer, self.text_stub
+        start_frame = forward.starts[0] // self.tokens_per_frame
+        arguments = self.arguments(branch_name, latents, timestep, start_frame=start_frame, controls=controls)
+        cache_context = transformer.cache_context(CACHE_CONTEXT[branch_name])
+        with self.attachment, forward, self.attachment.bind(forward, rotary, text), cache_context:
             return transformer(**arguments, encoder_hidden_states=stub, return_dict=False)[0]
 
-    def _arguments(self, latents: torch.Tensor, timestep: float, **inputs: Any) -> dict[str, Any]:
-        """The transformer's arguments; ``inputs`` are the other fields of ``ControlInputs``."""
+    def arguments(
+        self,
+        branch_name: str,
+        latents: torch.Tensor,
+        timestep: float,
+        *,
+        start_frame: int,
+        controls: tuple[Any, ...] | None = None,
+    ) -> dict[str, Any]:
+        """The transformer's arguments for these frames but for its text; ``controls`` as in ``_forward``."""
+        latents = latents.to(self.text_stub.dtype)
         timesteps = torch.full((latents.shape[0],), timestep, device=self.device)
         if self.control_hook is None:
             return {"hidden_states": latents, "timestep": timesteps}
-        # A clone: a hook that edits in place must not reach the latents that the next step starts from.
-        return apply_hook(self.control_hook, ControlInputs(latents=latents.clone(), timestep=timesteps, **inputs))
-
-    def _rotary_for(self, start_frame: int, num_frames: int) -> Rotary:
-        """Angles of these frames, computed once a chunk."""
-        key = (start_frame, num_frames)
-        if self._rotary is None or self._rotary[0] != key:
-            _, patch_height, patch_width = self._geometry.patch_size
-            positions = [range(start_frame, start_frame + num_frames)]
-            grid = (self.shape.height // patch_height, self.shape.width // patch_width)
-            self._rotary = (key, self._rope([list(p) for p in positions], *grid, device=self.device))
-        return self._rotary[1]
+        inputs = ControlInputs(
+            # A clone: a hook that edits in place must not reach the latents that the next step starts from.
+            latents=latents.clone(),
+            timestep=timesteps,
+            frame_controls=controls if controls is not None else (self.controls,) * latents.shape[2],
+            start_latent_frame=start_frame,
+            branch=branch_name,
+        )
+        return apply_hook(self.control_hook, inputs)

@@ -11,6 +11,7 @@ import torch
 
 from .callbacks import run_callback
 from .control import ControlEvent
+from .denoise import ChunkDenoiser
 from .frames import check_history_limit, next_chunk_size
 from .inputs import check_generators
 from .live import Inbox, LiveControl
@@ -18,12 +19,16 @@ from .output import ARChunk, FrameOutput
 from .prompts import PromptChange, PromptState
 from .rollout import NEGATIVE, Rollout
 from .settings import CallState, StreamSettings
-from .steps import NoiseSource, add_noise, predict_clean
+from .steps import NoiseSource
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
 
 RESET_STATES = ("history", "text", "vae")
+ENDED_EARLY = (
+    "a callback, a control hook or a `step_noise` function raised StopIteration before the video's end; an iterator it "
+    "takes from may be too short."
+)
 
 
 class ARStream(LiveControl, Iterator[ARChunk]):
@@ -86,10 +91,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             chunk = None if self._closed else self._next_chunk()
         except StopIteration as error:
             self.close()
-            raise RuntimeError(
-                "a callback, a control hook or a `step_noise` function raised StopIteration before the video's end; "
-                "an iterator it takes from may be too short."
-            ) from error
+            raise RuntimeError(ENDED_EARLY) from error
         if chunk is None:
             self.close()
             raise StopIteration
@@ -97,8 +99,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
 
     def _next_chunk(self) -> ARChunk | None:
         """None at the end, and where a callback closed the stream."""
-        if self.rollout.offloaded:
-            raise RuntimeError("this stream is offloaded; call onload() on it first.")
+        self._check_onloaded()
         self._pipeline.call_state = self.state
         with self._closed_on_error():
             upcoming = self._reach_next_chunk()
@@ -108,6 +109,10 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             self._apply_events()
         with self._closed_on_error():
             return self._make_chunk(upcoming)
+
+    def _check_onloaded(self) -> None:
+        if self.rollout.offloaded:
+            raise RuntimeError("this stream is offloaded; call onload() on it first.")
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -138,41 +143,39 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         return size
 
     def _make_chunk(self, upcoming: torch.Tensor | int) -> ARChunk | None:
-        start = self.rollout.num_latent_frames
-        latents = self._generate(upcoming) if isinstance(upcoming, int) else upcoming
+        if not isinstance(upcoming, int):
+            return self._hand_out(upcoming, is_given=True)
+        denoiser = self._start_denoising(upcoming)
+        while (step := denoiser.step) is not None:
+            denoiser.take(self.rollout.predict(step, self.state.guidance_scale))
+        return self._hand_out(denoiser.latents)
+
+    def _start_denoising(self, size: int) -> ChunkDenoiser:
+        """Begin the next chunk, of ``size`` latent frames."""
+        rollout, place = self.rollout, (self._num_generated, self._generated_frames)
+        return ChunkDenoiser(rollout.recipe, self._noise, rollout.shape.chunk(size), place, self._after_step)
+
+    def _hand_out(self, latents: torch.Tensor, is_given: bool = False) -> ARChunk | None:
+        """Keep a finished chunk for its commit, and decode it; None where a callback closed the stream."""
         if self._closed:
             return None
+        if not is_given:
+            self._num_generated += 1
+            self._generated_frames += latents.shape[2]
+        start = self.rollout.num_latent_frames
         self.rollout.hold(latents)
         chunk = ARChunk(
             index=self._num_chunks,
             frames=self._output.make(latents, self.rollout.recent_latents),
             latents=latents,
             start_latent_frame=start,
-            is_given=not isinstance(upcoming, int),
+            is_given=is_given,
             last_event_id=self._last_event_id,
         )
         self._num_chunks += 1
         return chunk
 
-    def _generate(self, size: int) -> torch.Tensor:
-        """Denoise the next chunk of ``size`` latent frames."""
-        rollout, noise = self.rollout, self._noise
-        shape = rollout.shape.chunk(size)
-        timesteps, sigmas = (fn(self._num_generated) for fn in (rollout.recipe.timesteps, rollout.recipe.sigmas))
-        latents = noise.initial(shape, self._generated_frames)
-        for step, (timestep, sigma) in enumerate(zip(timesteps, sigmas, strict=True)):
-            velocity = rollout.predict(latents, timestep, self.state.guidance_scale)
-            latents = predict_clean(latents, velocity, sigma)
-            if step + 1 < len(sigmas):
-                latents = add_noise(latents, noise.step(shape, self._num_generated, step), sigmas[step + 1])
-            latents = self._after_step(timestep, latents)
-            if self.state.interrupted or self._closed:
-                break
-        self._num_generated += 1
-        self._generated_frames += size
-        return latents
-
-    def _after_step(self, timestep: float, latents: torch.Tensor) -> torch.Tensor:
+    def _after_step(self, timestep: float, latents: torch.Tensor) -> tuple[torch.Tensor, bool]:
         settings = self._settings
         # Once more, since a call inside a callback leaves its own state behind.
         self._pipeline.call_state = self.state
@@ -182,7 +185,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         self.num_steps += 1
         if settings.on_step is not None:
             settings.on_step()
-        return latents
+        return latents, self.state.interrupted or self._closed
 
     # -- control -------------------------------------------------------------------------------------------------
 

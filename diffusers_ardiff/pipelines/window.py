@@ -1,0 +1,44 @@
+"""What a recipe's frames mean for the cache: shapes of latents, ring geometry, how many clean latents are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cache import RingGeometry
+from ..recipes import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Shape of one latent frame of a rollout."""
+
+    num_videos: int
+    channels: int
+    height: int
+    width: int
+
+    def chunk(self, num_frames: int) -> tuple[int, int, int, int, int]:
+        """(videos, channels, frames, height, width) of a chunk."""
+        return (self.num_videos, self.channels, num_frames, self.height, self.width)
+
+
+def ring_geometry(recipe: Recipe, tokens_per_frame: int, page_size: int) -> RingGeometry:
+    """The recipe's window in tokens of this frame size."""
+    sink = recipe.num_sink_frames
+    if recipe.num_window_frames is not None:
+        window = recipe.num_window_frames
+    else:
+        window = (recipe.max_latent_frames or 0) - sink
+    return RingGeometry(
+        sink_tokens=sink * tokens_per_frame,
+        window_tokens=window * tokens_per_frame,
+        page_size=page_size,
+        full_history=recipe.num_window_frames is None,
+    )
+
+
+def kept_frames(recipe: Recipe) -> int:
+    """Latent frames that can be visible at once, S + W; as many clean latents are kept for a recache."""
+    if recipe.num_window_frames is None:
+        return recipe.max_latent_frames or 0
+    return recipe.num_sink_frames + recipe.num_window_frames
