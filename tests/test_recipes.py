@@ -131,7 +131,7 @@ def test_timesteps_refuse_what_is_no_chunk_index(chunk_index: Any) -> None:
         ("commit_timestep", -1, "commit_timestep = -1.*from 0 to 1000"),
         ("commit_timestep", 1000.5, r"commit_timestep = 1000\.5.*from 0 to 1000"),
         ("commit_timestep", math.nan, "commit_timestep = nan"),
-        ("rope_policy", "relative", "rope_policy = 'relative'.*'absolute'"),
+        ("rope_policy", "spiral", "rope_policy = 'spiral'.*'absolute'"),
         ("fps", 0, "fps.*0"),
         ("height", -5, "height.*-5"),
         ("width", None, "width.*None"),

@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from ..cache import Branch
 from ..context import PagedForwardContext
 from ..rope import Rotary, VideoRope
+from ..rope_policies import RopePolicy
 
 
 class FrameAngles:
-    """Angles of whole latent frames.
+    """Angles of whole latent frames, and the sink where the recipe's policy wants it.
 
     Args:
         rope: computes them.
         grid: height and width of a frame, in patches.
+        policy: decides the sink's offset.
         device: of the result.
     """
 
-    def __init__(self, rope: VideoRope, grid: tuple[int, int], device: torch.device) -> None:
-        self._rope, self._grid, self._device = rope, grid, device
+    def __init__(self, rope: VideoRope, grid: tuple[int, int], policy: RopePolicy, device: torch.device) -> None:
+        self._rope, self._grid, self._policy, self._device = rope, grid, policy, device
         self._known: tuple[tuple[tuple[int, int], ...], Rotary] | None = None
 
+    @property
+    def _tokens(self) -> int:
+        return self._grid[0] * self._grid[1]
+
+    def prepare(self, forward: PagedForwardContext) -> Rotary:
+        """Turn the sinks of all branches of a forward that is about to begin; the angles of its tokens."""
+        self.turn_sinks(forward, forward.branches)
+        return self.of(forward)
+
     def of(self, forward: PagedForwardContext) -> Rotary:
-        """(cos, sin) of the tokens of a forward, each (rows, tokens, 1, head_dim), or (1, ...) where rows are alike."""
-        tokens = self._grid[0] * self._grid[1]
-        frames = forward.num_tokens // tokens
-        starts = tuple((start // tokens, frames) for start in forward.starts)
+        """(cos, sin) of the tokens of a forward, each (rows, tokens, 1, head_dim), or (1, ...) where rows are alike.
+
+        Extra rows are the frames that follow.
+        """
+        frames = (forward.num_tokens + forward.num_extra) // self._tokens
+        starts = tuple((start // self._tokens, frames) for start in forward.starts)
         key = starts[:1] if len(set(starts)) == 1 else starts
         if self._known is None or self._known[0] != key:
             positions = [list(range(start, start + count)) for start, count in key]
             self._known = (key, self._rope(positions, *self._grid, device=self._device))
         return self._known[1]
+
+    def turn_sinks(self, forward: PagedForwardContext, branches: Sequence[Branch]) -> None:
+        """Turn the sinks of these branches of a forward; once a chunk at most, since its forwards agree on it."""
+        for branch, span in zip(forward.branches, forward.spans, strict=True):
+            if not any(branch is mine for mine in branches):
+                continue
+            geometry = branch.ring.geometry
+            offset = self._policy.sink_offset(
+                num_sink=geometry.sink_tokens // self._tokens,
+                oldest=max(span.end - geometry.window_tokens, span.origin) // self._tokens,
+                end=(span.end + span.num_extra) // self._tokens,
+            )
+            if offset != branch.sink.offset:
+                branch.turn_sink(offset, self._rope.turn(offset, self._device) if offset else None)
 
     def clear(self) -> None:
         """Let go of the angles kept."""

@@ -72,6 +72,8 @@ class JointForward:
             part.rollout.drop_joined_text()
         attachment = first.attachment
         forward = PagedForwardContext(branches, num_tokens=num_tokens, backend=attachment.backend)
+        for part in rows:
+            part.rollout.angles.turn_sinks(forward, part.branches)
         rotary = first.angles.of(forward)
         cache_context = attachment.transformer.cache_context(CACHE_CONTEXT[branches[0].name])
         stub = first.text_stub[:1].expand(len(branches), -1, -1)

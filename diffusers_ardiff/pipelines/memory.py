@@ -121,6 +121,9 @@ class CachePlanner:
             vae_state_bytes=0
             if self.vae is None
             else decode_state_bytes(self.vae, 1, shape.height, shape.width, self.vae.dtype),
+            sink_bytes=0
+            if self.recipe.rope_policy == "absolute"
+            else self.num_branches * self.ring().sink_tokens * self.kv_shape.bytes_per_token // 2,
             latent_bytes=kept_frames(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
 

@@ -85,7 +85,7 @@ class Rollout:
         """Rotary angles of this frame size, with nothing kept yet."""
         _, patch_height, patch_width = self._geometry.patch_size
         grid = (self.shape.height // patch_height, self.shape.width // patch_width)
-        return FrameAngles(VideoRope(head_dim=self._geometry.head_dim), grid, self.device)
+        return FrameAngles(VideoRope(head_dim=self._geometry.head_dim), grid, self.recipe.rope, self.device)
 
     @property
     def recent_latents(self) -> torch.Tensor:
@@ -303,7 +303,7 @@ class Rollout:
             raise RuntimeError(f"branch {branch_name!r} has no prompt; set one before the next chunk.")
         num_tokens = latents.shape[2] * self.tokens_per_frame
         forward = PagedForwardContext(branches, num_tokens=num_tokens, start=start, backend=self.attachment.backend)
-        rotary = self.angles.of(forward)
+        rotary = self.angles.prepare(forward)
         transformer, stub = self.attachment.transformer, self.text_stub
         start_frame = forward.starts[0] // self.tokens_per_frame
         arguments = self.arguments(branch_name, latents, timestep, start_frame=start_frame, controls=controls)

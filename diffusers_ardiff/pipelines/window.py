@@ -1,4 +1,4 @@
-"""What a recipe's frames mean for the cache: shapes of latents, ring geometry, how many clean latents are kept."""
+"""Shape and window of a rollout, in frames and in tokens."""
 
 from __future__ import annotations
 

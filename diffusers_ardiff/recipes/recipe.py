@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..rope_policies import RopePolicy, make_policy
 from ..validation import check_int
 
 MAX_TIMESTEP = 1000.0
-ROPE_POLICIES = ("absolute",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,8 @@ class Recipe:
         shift: flow shift of the warp.
         warp_steps: whether the step lists still have to be warped by `shift`.
         commit_timestep: timestep of the clean forward that leaves a chunk's keys and values behind.
-        rope_policy: how rotary positions are assigned to frames, one of `ROPE_POLICIES`.
+        rope_policy: where rotary positions put the sink, one of `ROPE_POLICIES`; see `rope_policies`.
+        rope_limit_frames: of the policy "capped", which keeps positions below it; else None.
         fps: pixel frames per second.
         height, width, num_frames: pixel size and pixel frames of a video where the user names none.
         guidance_scale: classifier-free guidance scale; 1.0 means no guidance.
@@ -58,6 +59,7 @@ class Recipe:
     warp_steps: bool = True
     commit_timestep: float = 0.0
     rope_policy: str = "absolute"
+    rope_limit_frames: int | None = None
     fps: int = 16
     height: int = 480
     width: int = 832
@@ -97,6 +99,11 @@ class Recipe:
     def sigmas(self, chunk_index: int = 0) -> tuple[float, ...]:
         """Noise levels in (0, 1], `timesteps(chunk_index)` divided by 1000; raises like `timesteps`."""
         return tuple(timestep / MAX_TIMESTEP for timestep in self.timesteps(chunk_index))
+
+    @property
+    def rope(self) -> RopePolicy:
+        """The strategy that `rope_policy` names."""
+        return make_policy(self.rope_policy, self.rope_limit_frames)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON-able values (lists, no tuples); `from_dict` gives back an equal recipe."""
@@ -140,10 +147,7 @@ class Recipe:
             raise ValueError(f"source = {self.source!r}: allowed is a string; write where the numbers come from.")
         if not isinstance(self.warp_steps, bool):
             raise ValueError(f"warp_steps = {self.warp_steps!r}: allowed are True and False; write one of them.")
-        if self.rope_policy not in ROPE_POLICIES:
-            raise ValueError(
-                f"rope_policy = {self.rope_policy!r}: allowed is one of {ROPE_POLICIES}; choose from them."
-            )
+        make_policy(self.rope_policy, self.rope_limit_frames)
 
     def _check_frame_counts(self) -> None:
         check_int("chunk_frames", self.chunk_frames, minimum=1)
@@ -166,6 +170,12 @@ class Recipe:
             _check_room("num_window_frames", self.num_window_frames, "chunk_frames", self.chunk_frames)
             room = self.num_window_frames + self.num_sink_frames
             _check_room("num_window_frames + num_sink_frames", room, "first_chunk_frames", first)
+        if self.rope_limit_frames is not None:
+            if self.num_window_frames is None:
+                raise ValueError("rope_policy = 'capped' needs a window: set num_window_frames, or take 'absolute'.")
+            check_int("rope_limit_frames", self.rope_limit_frames, minimum=1)
+            visible = self.num_window_frames + self.num_sink_frames
+            _check_room("rope_limit_frames", self.rope_limit_frames, "all that is visible, sink plus window", visible)
         if self.max_latent_frames is not None:
             needed = max(self.chunk_frames, first) + self.num_sink_frames
             _check_room("max_latent_frames", self.max_latent_frames, "the sink plus the largest chunk", needed)
