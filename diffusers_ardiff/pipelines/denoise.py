@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -20,15 +21,44 @@ class FrameStep:
 
     Args:
         latents: (videos, channels, frames, height, width).
-        timestep: of all frames, in [0, 1000].
+        timestep: in [0, 1000], of all frames, or one a frame.
+        num_extra_frames: how many of the last frames live for this forward only.
+        controls: one a frame; None: the rollout's current ones.
+        start_frame: absolute latent frame of the first one, where that is not the next of the cache.
     """
 
     latents: torch.Tensor
-    timestep: float
+    timestep: float | tuple[float, ...]
+    num_extra_frames: int = 0
+    controls: tuple[Any, ...] | None = None
+    start_frame: int | None = None
+
+    @property
+    def num_frames(self) -> int:
+        """All frames of the forward."""
+        return self.latents.shape[2]
+
+
+class Denoiser(Protocol):
+    """Makes one chunk: ask for ``step``, give its velocity to ``take``, until there is no step left."""
+
+    @property
+    def latents(self) -> torch.Tensor:
+        """The chunk as it stands."""
+        ...
+
+    @property
+    def step(self) -> FrameStep | None:
+        """The next forward; None: the chunk is done."""
+        ...
+
+    def take(self, velocity: torch.Tensor) -> None:
+        """Go on with the transformer's output for ``step``."""
+        ...
 
 
 class ChunkDenoiser:
-    """The few-step rule on one chunk: ask for ``step``, give its velocity to ``take``, until there is no step left.
+    """The few-step rule on one chunk.
 
     Args:
         recipe: steps.

@@ -22,11 +22,14 @@ class JointRows:
     Args:
         rollout: whose sessions they are.
         branches: one a video.
+        num_tokens, num_extra: tokens and extra rows of each.
         arguments: of the transformer, its text excepted.
     """
 
     rollout: Rollout
     branches: tuple[Branch, ...]
+    num_tokens: int
+    num_extra: int
     arguments: Mapping[str, Any]
 
 
@@ -35,12 +38,19 @@ def prepare_rows(rollout: Rollout, branch_name: str, step: FrameStep) -> JointRo
 
     Raises what the rollout's own forward would raise before it writes: stale, offloaded, no prompt, a hook that fails.
     """
+    rollout.check_open()
     branches = tuple(session.branch(branch_name) for session in rollout.sessions)
-    num_tokens = step.latents.shape[2] * rollout.tokens_per_frame
-    rollout.check_forward(branches, num_tokens)
+    num_tokens, num_extra = rollout.count_tokens(step)
+    for branch in branches:
+        branch.check_idle("a forward")
+        branch.ring.plan_forward(num_tokens, num_extra)
+        if branch.text is None:
+            raise RuntimeError(f"branch {branch.name!r} has no prompt; set one before the next chunk.")
     start_frame = branches[0].committed_tokens // rollout.tokens_per_frame
-    arguments = rollout.arguments(branch_name, step.latents, step.timestep, start_frame=start_frame)
-    return JointRows(rollout=rollout, branches=branches, arguments=arguments)
+    arguments = rollout.arguments(branch_name, step, start_frame=start_frame)
+    return JointRows(
+        rollout=rollout, branches=branches, num_tokens=num_tokens, num_extra=num_extra, arguments=arguments
+    )
 
 
 class JointForward:
@@ -63,7 +73,6 @@ class JointForward:
         """
         first = rows[0].rollout
         branches = [branch for part in rows for branch in part.branches]
-        num_tokens = rows[0].arguments["hidden_states"].shape[2] * first.tokens_per_frame
         arguments = join_arguments([part.arguments for part in rows])
         text = self._text.get(branches)
         if text is None:
@@ -71,7 +80,9 @@ class JointForward:
         for part in rows:
             part.rollout.drop_joined_text()
         attachment = first.attachment
-        forward = PagedForwardContext(branches, num_tokens=num_tokens, backend=attachment.backend)
+        forward = PagedForwardContext(
+            branches, num_tokens=rows[0].num_tokens, num_extra=rows[0].num_extra, backend=attachment.backend
+        )
         for part in rows:
             part.rollout.angles.turn_sinks(forward, part.branches)
         rotary = first.angles.of(forward)

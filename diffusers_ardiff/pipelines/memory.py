@@ -20,7 +20,7 @@ from ..processors import TransformerGeometry
 from ..recipes import Recipe
 from .inputs import CacheOptions
 from .vae_stream import decode_state_bytes
-from .window import LatentShape, kept_frames, ring_geometry
+from .window import LatentShape, latent_frames_in_memory, ring_geometry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +122,9 @@ class CachePlanner:
             if self.vae is None
             else decode_state_bytes(self.vae, 1, shape.height, shape.width, self.vae.dtype),
             sink_bytes=0
-            if self.recipe.rope_policy == "absolute"
+            if self.recipe.rope_policy == "absolute" or self.recipe.context_mode == "recompute"
             else self.num_branches * self.ring().sink_tokens * self.kv_shape.bytes_per_token // 2,
-            latent_bytes=kept_frames(self.recipe) * shape.channels * shape.height * shape.width * 4,
+            latent_bytes=latent_frames_in_memory(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
 
     def plan(self) -> MemoryPlan:
@@ -163,7 +163,8 @@ class CachePlanner:
         """Raise ValueError unless a given pool has this call's window, shape and device; the rest is the pool's."""
         ring = self.ring()
         have = manager.geometry
-        same_window = (ring.sink_tokens, ring.window_tokens, ring.full_history) == (
+        fits = ring.max_extra_tokens <= have.max_extra_tokens
+        same_window = fits and (ring.sink_tokens, ring.window_tokens, ring.full_history) == (
             have.sink_tokens,
             have.window_tokens,
             have.full_history,

@@ -29,6 +29,7 @@ from .live import EventRules, Inbox
 from .memory import CachePlanner
 from .output import FrameOutput
 from .prompts import count_prompts
+from .recompute import RecomputeRollout
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
@@ -62,6 +63,8 @@ class CheckedCall:
     def num_steps(self) -> int:
         """Denoise steps of all chunks; 0 for an endless stream."""
         chunks = range(len(self.frames.generated_sizes or ()))
+        if self.recipe.context_mode == "rolling":
+            return len(chunks) + self.recipe.num_chunks_at_once - 1 if chunks else 0
         return sum(len(self.recipe.timesteps(index)) for index in chunks)
 
 
@@ -247,7 +250,8 @@ def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
     a, planner = call.arguments, call.planner
     manager = a.cache if isinstance(a.cache, KVManager) else planner.build()
     attachment = pipeline.paged_attachment(planner.options.backend)
-    rollout = Rollout(attachment, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
+    make = RecomputeRollout if call.recipe.context_mode == "recompute" else Rollout
+    rollout = make(attachment, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
     rollout.control_hook, rollout.controls = a.control_hook, a.controls
     return rollout
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ..cache import Branch, KVManager, Session, TextKV
+from ..cache import KVManager, Session, TextKV
 from ..context import PagedForwardContext
 from ..processors import PagedAttachment, TransformerGeometry
 from ..recipes import Recipe
@@ -135,10 +135,10 @@ class Rollout:
             guidance_scale: weight of the positive branch; the negative one runs only where there is one and the
                 scale is above 1.0.
         """
-        positive = self._forward(POSITIVE, step.latents, step.timestep)
+        positive = self._forward(POSITIVE, step)
         if NEGATIVE not in self.branch_names or guidance_scale <= 1.0:
             return positive
-        negative = self._forward(NEGATIVE, step.latents, step.timestep)
+        negative = self._forward(NEGATIVE, step)
         return negative + guidance_scale * (positive - negative)
 
     def hold(self, clean_latents: torch.Tensor) -> None:
@@ -150,21 +150,24 @@ class Rollout:
 
     def commit_held(self) -> None:
         """Run the clean forward of the chunk held, if there is one, in every branch, then advance all of them."""
-        step = self.due_commit()
+        step = self.begin_commit()
         if step is None:
             return
         for name in self.branch_names:
-            self._forward(name, step.latents, step.timestep)
-        self.finish_commit(step.latents)
+            self._forward(name, step)
+        self.finish_commit()
 
-    def due_commit(self) -> FrameStep | None:
-        """The clean forward of the chunk held; None where none is. ``finish_commit`` follows it, in every branch."""
+    def begin_commit(self) -> FrameStep | None:
+        """The clean forward of the chunk held, for every branch; None where none is. ``finish_commit`` comes after it."""
         if self._uncommitted is None:
             return None
         return FrameStep(latents=self._uncommitted, timestep=self.recipe.commit_timestep)
 
-    def finish_commit(self, latents: torch.Tensor) -> None:
-        """Advance all branches past the clean forward that ran on ``latents``."""
+    def finish_commit(self) -> None:
+        """Advance all branches past the clean forward of the chunk held."""
+        latents = self._uncommitted
+        if latents is None:
+            return
         for session in self.sessions:
             session.commit()
         self._recent = torch.cat([self._recent, latents], dim=2)[:, :, -kept_frames(self.recipe) :].clone()
@@ -186,12 +189,18 @@ class Rollout:
         for name, value in text.items():
             span = self.sessions[0].branch(name).ring.recache_span()
             if span is not None:
-                num_frames = span[1] // self.tokens_per_frame
-                first = self._recent.shape[2] - num_frames
-                latents, controls = self._recent[:, :, first:], self._recent_controls[first:]
-                timestep = self.recipe.commit_timestep
-                self._forward(name, latents, timestep, start=span[0], text=value, controls=controls)
+                step = self._committed_frames(span[1] // self.tokens_per_frame)
+                self._forward(name, step, start=span[0], text=value)
         self.set_text(text)
+
+    def _committed_frames(self, num_frames: int) -> FrameStep:
+        """The clean forward of the last frames committed."""
+        first = self._recent.shape[2] - num_frames
+        return FrameStep(
+            latents=self._recent[:, :, first:],
+            timestep=self.recipe.commit_timestep,
+            controls=self._recent_controls[first:],
+        )
 
     def flush(self, num_frames: int) -> None:
         """Keep the sink and the last ``num_frames`` latent frames of history; positions go on."""
@@ -214,7 +223,7 @@ class Rollout:
             OutOfPagesError: the pool has too few sessions free; this rollout stays as it is.
             RuntimeError: closed, offloaded or stale.
         """
-        self._check_open()
+        self.check_open()
         self.commit_held()
         child = copy.copy(self)
         child.sessions, child._text, child.angles = [], self._text.copy(), self.make_angles()
@@ -237,7 +246,7 @@ class Rollout:
         Raises:
             RuntimeError: closed, or a commit is due on sessions that the pool has evicted.
         """
-        self._check_open()
+        self.check_open()
         self.commit_held()
         for session in self.sessions:
             session.offload()
@@ -251,7 +260,7 @@ class Rollout:
             OutOfPagesError: the pool has too few sessions free; call it again when it has.
             RuntimeError: closed.
         """
-        self._check_open()
+        self.check_open()
         for session in self.sessions:
             session.onload()
         self._recent = upload(self._recent, self.device)
@@ -268,18 +277,10 @@ class Rollout:
         # A closed session still knows its pool; a stream that somebody keeps must not keep the pool.
         self.sessions.clear()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise RuntimeError on a closed rollout."""
         if not self.sessions:
             raise RuntimeError("this rollout is closed; start a new one.")
-
-    def check_forward(self, branches: Sequence[Branch], num_tokens: int) -> None:
-        """Raise what the next forward of these branches would raise before it writes; changes nothing."""
-        self._check_open()
-        for branch in branches:
-            branch.check_idle("a forward")
-            branch.ring.plan_forward(num_tokens)
-            if branch.text is None:
-                raise RuntimeError(f"branch {branch.name!r} has no prompt; set one before the next chunk.")
 
     def drop_joined_text(self) -> None:
         """Let go of this rollout's own join of its rows' text, after another one was made that includes them."""
@@ -288,49 +289,54 @@ class Rollout:
     def _forward(
         self,
         branch_name: str,
-        latents: torch.Tensor,
-        timestep: float,
+        step: FrameStep,
         *,
         start: int | None = None,
         text: TextKV | None = None,
-        controls: tuple[Any, ...] | None = None,
     ) -> torch.Tensor:
-        """The transformer's output for these frames; ``controls`` is one a frame, None: the current ones."""
-        self._check_open()
+        """The transformer's output for these frames."""
+        self.check_open()
         branches = [session.branch(branch_name) for session in self.sessions]
         text = text or self._text.get(branches)
         if text is None:
             raise RuntimeError(f"branch {branch_name!r} has no prompt; set one before the next chunk.")
-        num_tokens = latents.shape[2] * self.tokens_per_frame
-        forward = PagedForwardContext(branches, num_tokens=num_tokens, start=start, backend=self.attachment.backend)
+        num_tokens, num_extra = self.count_tokens(step)
+        forward = PagedForwardContext(
+            branches, num_tokens=num_tokens, num_extra=num_extra, start=start, backend=self.attachment.backend
+        )
         rotary = self.angles.prepare(forward)
         transformer, stub = self.attachment.transformer, self.text_stub
-        start_frame = forward.starts[0] // self.tokens_per_frame
-        arguments = self.arguments(branch_name, latents, timestep, start_frame=start_frame, controls=controls)
+        arguments = self.arguments(branch_name, step, start_frame=forward.starts[0] // self.tokens_per_frame)
         cache_context = transformer.cache_context(CACHE_CONTEXT[branch_name])
         with self.attachment, forward, self.attachment.bind(forward, rotary, text), cache_context:
             return transformer(**arguments, encoder_hidden_states=stub, return_dict=False)[0]
 
-    def arguments(
-        self,
-        branch_name: str,
-        latents: torch.Tensor,
-        timestep: float,
-        *,
-        start_frame: int,
-        controls: tuple[Any, ...] | None = None,
-    ) -> dict[str, Any]:
-        """The transformer's arguments for these frames but for its text; ``controls`` as in ``_forward``."""
-        latents = latents.to(self.text_stub.dtype)
-        timesteps = torch.full((latents.shape[0],), timestep, device=self.device)
+    def count_tokens(self, step: FrameStep) -> tuple[int, int]:
+        """(tokens, extra rows) of one video in a forward."""
+        num_extra = step.num_extra_frames * self.tokens_per_frame
+        return step.num_frames * self.tokens_per_frame - num_extra, num_extra
+
+    def arguments(self, branch_name: str, step: FrameStep, *, start_frame: int) -> dict[str, Any]:
+        """The transformer's arguments for these frames but for its text; ``start_frame`` is the cache's next frame."""
+        latents = step.latents.to(self.text_stub.dtype)
+        if isinstance(step.timestep, tuple):
+            # Wan takes several timesteps as one a token.
+            tokens = torch.tensor(step.timestep).repeat_interleave(self.tokens_per_frame)
+            timesteps = upload(tokens, self.device).expand(len(latents), -1)
+        else:
+            timesteps = torch.full((len(latents),), step.timestep, device=self.device)
         if self.control_hook is None:
             return {"hidden_states": latents, "timestep": timesteps}
         inputs = ControlInputs(
             # A clone: a hook that edits in place must not reach the latents that the next step starts from.
             latents=latents.clone(),
             timestep=timesteps,
-            frame_controls=controls if controls is not None else (self.controls,) * latents.shape[2],
-            start_latent_frame=start_frame,
+            frame_controls=step.controls if step.controls is not None else (self.controls,) * step.num_frames,
+            start_latent_frame=self._first_frame(step, start_frame),
             branch=branch_name,
         )
         return apply_hook(self.control_hook, inputs)
+
+    def _first_frame(self, step: FrameStep, start_frame: int) -> int:
+        """Absolute latent frame of a step's first frame."""
+        return start_frame if step.start_frame is None else step.start_frame

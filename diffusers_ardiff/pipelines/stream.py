@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .callbacks import run_callback
+from ..transfer import download, upload
+from .callbacks import ENDED_EARLY, run_callback
 from .control import ControlEvent
-from .denoise import ChunkDenoiser
+from .denoise import Denoiser
 from .frames import check_history_limit, next_chunk_size
 from .inputs import check_generators
 from .live import Inbox, LiveControl
 from .output import ARChunk, FrameOutput
 from .prompts import PromptChange, PromptState
+from .rolling import RollingWindow, start_denoiser
 from .rollout import NEGATIVE, Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
@@ -25,10 +27,6 @@ if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
 
 RESET_STATES = ("history", "text", "vae")
-ENDED_EARLY = (
-    "a callback, a control hook or a `step_noise` function raised StopIteration before the video's end; an iterator it "
-    "takes from may be too short."
-)
 
 
 class ARStream(LiveControl, Iterator[ARChunk]):
@@ -66,6 +64,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         """Given frames, prompt schedule and counters of a video that begins."""
         self._given = iter(self._settings.given)
         self._schedule = list(self._settings.schedule)
+        self._window = RollingWindow()
         self.num_steps = self._num_chunks = self._num_generated = self._generated_frames = 0
 
     @property
@@ -150,10 +149,10 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             denoiser.take(self.rollout.predict(step, self.state.guidance_scale))
         return self._hand_out(denoiser.latents)
 
-    def _start_denoising(self, size: int) -> ChunkDenoiser:
+    def _start_denoising(self, size: int) -> Denoiser:
         """Begin the next chunk, of ``size`` latent frames."""
-        rollout, place = self.rollout, (self._num_generated, self._generated_frames)
-        return ChunkDenoiser(rollout.recipe, self._noise, rollout.shape.chunk(size), place, self._after_step)
+        place, total = (self._num_generated, self._generated_frames), self._settings.total_latent_frames
+        return start_denoiser(self.rollout, self._noise, size, place, self._after_step, self._window, total)
 
     def _hand_out(self, latents: torch.Tensor, is_given: bool = False) -> ARChunk | None:
         """Keep a finished chunk for its commit, and decode it; None where a callback closed the stream."""
@@ -311,6 +310,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         rollout, state = self.rollout.fork(), copy.copy(self.state)
         child = ARStream(self._pipeline, rollout, noise, self._settings, state=state, output=output)
         child._prompt = self._prompt.copy_for(rollout)
+        child._window = self._window.copy()
         child._given, child._schedule = copy.copy(self._given), list(self._schedule)
         child.num_steps, child._num_chunks = self.num_steps, self._num_chunks
         child._num_generated, child._generated_frames = self._num_generated, self._generated_frames
@@ -320,10 +320,12 @@ class ARStream(LiveControl, Iterator[ARChunk]):
     def offload(self) -> None:
         """Move all but the decoder's state to host memory and give the pages back; see ``Rollout.offload``."""
         self.rollout.offload()
+        self._window.move(download)
 
     def onload(self) -> None:
         """Take pages again and go on, bit by bit as if nothing had been; see ``Rollout.onload``."""
         self.rollout.onload()
+        self._window.move(lambda latents: upload(latents, self.rollout.device))
 
     def close(self) -> None:
         """Stop and give all memory back; calling it again does nothing."""

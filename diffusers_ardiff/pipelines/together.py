@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from .denoise import ChunkDenoiser, FrameStep
+from .callbacks import ENDED_EARLY
+from .denoise import Denoiser, FrameStep
 from .joint import JointForward, JointRows, prepare_rows
 from .output import ARChunk
 from .rollout import NEGATIVE, POSITIVE
-from .stream import ENDED_EARLY, ARStream
+from .stream import ARStream
 
 Result = TypeVar("Result")
 
@@ -126,8 +127,8 @@ class StreamBatch:
             for name in (POSITIVE, NEGATIVE):
                 rows = [(m, step) for m, step in group if name in m.stream.rollout.branch_names]
                 self._run(name, rows)
-            for member, step in group:
-                member.attempt(member.stream.rollout.finish_commit, step.latents)
+            for member, _ in group:
+                member.attempt(member.stream.rollout.finish_commit)
 
     def _denoise(self, members: Sequence[_Member]) -> None:
         """Run denoise steps until every chunk is done."""
@@ -161,9 +162,9 @@ class _Member:
         self.error: Exception | None = None
         self.chunk: ARChunk | None = None
         self._given: torch.Tensor | None = None
-        self._denoiser: ChunkDenoiser | None = None
+        self._denoiser: Denoiser | None = None
         self._rest, self._num_steps = copy.copy(stream._given), stream.num_steps
-        self._noise_state = stream._noise.state()
+        self._noise_state, self._blocks = stream._noise.state(), list(stream._window.blocks)
 
     def attempt(self, function: Callable[..., Result], *arguments: Any, closes: bool = True) -> Result | None:
         """Call it unless the stream has failed; a failure is this stream's own and, as in ``next``, closes it."""
@@ -231,6 +232,7 @@ class _Member:
             return
         self.stream._given, self.stream.num_steps = self._rest, self._num_steps
         self.stream._noise.rewind(self._noise_state)
+        self.stream._window.blocks[:] = self._blocks
         if self._denoiser is not None:
             self.stream._prompt.undo_begin_chunk()
 
@@ -238,14 +240,15 @@ class _Member:
 def _due_commit(stream: ARStream) -> FrameStep | None:
     if next(copy.copy(stream._given), None) is None and stream._next_size() is None:
         return None
-    return stream.rollout.due_commit()
+    return stream.rollout.begin_commit()
 
 
 def _by_size(steps: Iterable[tuple[_Member, FrameStep]]) -> list[list[tuple[_Member, FrameStep]]]:
-    """Steps of as many frames each, in groups."""
-    groups: dict[int, list[tuple[_Member, FrameStep]]] = {}
+    """Steps of as many frames and extra frames each, in groups."""
+    groups: dict[tuple[int, int, bool], list[tuple[_Member, FrameStep]]] = {}
     for member, step in steps:
-        groups.setdefault(step.latents.shape[2], []).append((member, step))
+        key = (step.num_frames, step.num_extra_frames, isinstance(step.timestep, tuple))
+        groups.setdefault(key, []).append((member, step))
     return list(groups.values())
 
 
