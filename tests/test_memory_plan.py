@@ -170,7 +170,7 @@ class TestCacheOptions:
         """A pool of another dtype was refused, and one of a named backend was used with whichever was chosen."""
         manager = pipe.create_cache(cache=CacheOptions(**options))
         with pipe.stream(PROMPT, cache=manager, output_type="latent", generator=seed(0)) as stream:
-            assert pipe.paged_attachment(options.get("backend")) is stream.rollout._attachment
+            assert pipe.paged_attachment(options.get("backend")) is stream.rollout.attachment
             shared = torch.cat([next(stream).latents for _ in range(2)], dim=2)
         assert torch.equal(shared, latents_of(pipe, cache=CacheOptions(**options))[:, :, :6])
 
