@@ -5,6 +5,7 @@ python scripts/benchmark.py op --preset anchors --output out/op.json --plot out/
 python scripts/benchmark.py op --heads 12 40 --queries 4680 --keys 18720 32760 --backends flash3 sdpa --fragmented
 python scripts/benchmark.py op --heads 12 --queries 4680 --keys 32760 --write-only
 python scripts/benchmark.py rollout --model tiny --num-frames 2000 --repeats 3
+python scripts/benchmark.py sessions --output out/sessions.json
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from diffusers_ardiff.benchmarks import OpCase, anchor_cases, measure_op, measure_write, plot_op
+from diffusers_ardiff.benchmarks import OpCase, anchor_cases, measure_op, measure_write, plot_op, sessions
 from diffusers_ardiff.benchmarks.rollout import describe, measure_rollout
 from diffusers_ardiff.doctor import DTYPES, examine
 from diffusers_ardiff.generation import load_pipeline
@@ -57,6 +58,13 @@ def parse_arguments() -> argparse.Namespace:
     rollout.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     rollout.add_argument("--output", type=Path, help=".json")
     rollout.set_defaults(run=run_rollout, write_only=False, plot=None)
+    batch = commands.add_parser("sessions", help="several sessions in one forward, and the cost of a fork")
+    batch.add_argument("--tiny", action="store_true", help="at a size for a CPU; default: Wan 1.3B, LingBot")
+    batch.add_argument("--only", choices=["together", "fork"], help="default: both")
+    batch.add_argument("--repeats", type=int, default=10)
+    batch.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    batch.add_argument("--output", type=Path, help=".json")
+    batch.set_defaults(run=run_sessions, write_only=False, plot=None)
     options = parser.parse_args()
     if options.write_only and options.plot is not None:
         op.error("--plot draws attention times; leave it out with --write-only")
@@ -108,6 +116,21 @@ def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
         result = measure_rollout(pipeline, num_frames=options.num_frames, decode=not options.latents_only)
         print(describe(pipeline.recipe, result, pipeline.vae_scale_factor_temporal), flush=True)
         results.append(result.to_dict())
+    return results
+
+
+def run_sessions(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure joint forwards and forks; prints each as it is done."""
+    together, fork = sessions.tiny_cases() if options.tiny else (sessions.TogetherCase(), sessions.ForkCase())
+    counts: dict[str, Any] = {"device": torch.device(options.device), "repeats": options.repeats}
+    results = []
+    for name, measure, case in (
+        ("together", sessions.measure_together, together),
+        ("fork", sessions.measure_fork, fork),
+    ):
+        if options.only in (None, name):
+            results.append(measure(case, **counts))
+            print(sessions.describe(results[-1]), flush=True)
     return results
 
 
