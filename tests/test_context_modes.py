@@ -325,6 +325,25 @@ class TestRollingSessions:
             assert relative_error(left.latents, expected[number]) < 1e-4
             assert relative_error(right.latents, expected[number]) < 1e-4
 
+    @pytest.mark.parametrize("after", [1, 3])
+    def test_a_shared_failure_while_the_window_fills(self, pipe: ARDiffusionPipeline, after: int) -> None:
+        """Chunks that entered and steps that were made are undone with the noise they drew: the same bits come again."""
+        pool = pipe.create_cache(recipe=ROLLING, num_videos=4)
+        batch, twin = (
+            StreamBatch(
+                pipe.stream(
+                    prompt_embeds=TEXT, recipe=ROLLING, generator=seed(number), cache=pool, output_type="latent"
+                )
+                for number in range(2)
+            )
+            for _ in range(2)
+        )
+        with failing(pipe.transformer.blocks[1], MemoryError(), after=after), pytest.raises(MemoryError):
+            batch.step()
+        for _ in range(3):
+            for chunk, expected in zip(batch.step(), twin.step(), strict=True):
+                assert torch.equal(chunk.latents, expected.latents)
+
     def test_one_ahead(self, pipe: ARDiffusionPipeline) -> None:
         pool = pipe.create_cache(recipe=ROLLING, num_videos=2)
         first, second = (stream_of(pipe, ROLLING, cache=pool) for _ in range(2))

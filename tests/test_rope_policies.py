@@ -8,7 +8,9 @@ import pytest
 import torch
 from dense import relative_error
 from dense_video import DenseVideo, Positions, absolute, capped, few_steps, relative, window_of
-from session_runs import SHUFFLES
+from rollouts import forward
+from session_runs import CHUNK as CHUNK_TOKENS
+from session_runs import SHUFFLES, make_pool, rows_of
 from tiny_components import QUICK, TOKENS_PER_FRAME, failing, make_pipeline, random_embeds, seed
 
 from diffusers_ardiff import ARDiffusionPipeline, CacheOptions, Recipe, StreamBatch
@@ -272,6 +274,40 @@ class TestSessions:
             for _ in range(6):
                 # With the same text on both sides guidance changes nothing.
                 assert relative_error(next(guided).latents, next(plain).latents) < 1e-4
+
+
+class TestTurns:
+    """Single turns of one branch, by a "rotation" that doubles."""
+
+    TWICE = (torch.full((1, 1, 1, 8), 2.0), torch.zeros(1, 1, 1, 8))
+
+    @pytest.mark.parametrize("shuffle_seed", SHUFFLES)
+    def test_a_rewrite_of_half_the_sink(self, shuffle_seed: int | None) -> None:
+        """The half that stays is as it was written, since nothing is turned any more."""
+        branch = make_pool(1, shuffle_seed=shuffle_seed).open_session().branch()
+        for number in range(2):
+            forward([branch], rows_of(number))
+        branch.turn_sink(1, self.TWICE)
+        before = 2 * rows_of(0).keys[0]
+        storage = branch.storage
+        slots = storage.slots(torch.arange(CHUNK_TOKENS), branch.run)
+        assert torch.equal(storage.key_pools[1][slots], before)
+        forward([branch], rows_of(5, 36), start=12, commit=False)
+        assert torch.equal(storage.key_pools[1][slots[:12]], rows_of(0).keys[0, :12])
+        assert branch.sink.offset == 0
+
+    def test_a_staged_window_is_staged_again(self) -> None:
+        """Nothing was committed between two forwards, but the sink has moved."""
+        first, second = (make_pool(1, shuffle_seed=4).open_session().branch() for _ in range(2))
+        for branch in (first, second):
+            for number in range(2):
+                forward([branch], rows_of(number), backend="sdpa")
+        forward([first], rows_of(7), backend="sdpa", commit=False)
+        outs = []
+        for branch in (first, second):
+            branch.turn_sink(1, self.TWICE)
+            outs.append(forward([branch], rows_of(8), backend="sdpa", commit=False))
+        assert torch.equal(*outs)
 
 
 def test_cost_is_in_the_plan(pipe: ARDiffusionPipeline) -> None:

@@ -76,12 +76,16 @@ class TogetherCase:
                 ffn_dim=self.ffn_dim,
                 text_dim=self.text_dim,
             )
+        for name, parameter in transformer.named_parameters():
+            # As `from_pretrained(dtype=...)` leaves them.
+            if not set(name.split(".")) & set(transformer._keep_in_fp32_modules):
+                parameter.data = parameter.data.to(self.dtype)
         return ARDiffusionPipeline(
             tokenizer=None,  # type: ignore[arg-type]
             text_encoder=None,  # type: ignore[arg-type]
             vae=None,  # type: ignore[arg-type]
             scheduler=FlowMatchEulerDiscreteScheduler(),
-            transformer=transformer.eval().requires_grad_(False).to(self.dtype),
+            transformer=transformer.eval().requires_grad_(False),
             recipe=self.recipe(),
         )
 
