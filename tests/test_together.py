@@ -126,6 +126,20 @@ class TestEachAsAlone:
         assert_same(have[0], alone(pipe, 0, 3, **pair()))
         assert_same(have[1], alone(pipe, 1, 3))
 
+    def test_embeddings_of_another_length_in_one(self, pipe: ARDiffusionPipeline, pool: KVManager) -> None:
+        short = random_embeds(8, text_len=5)
+        batch = StreamBatch([stream_of(pipe, n, cache=pool) for n in range(3)])
+        have = steps(batch, 1)
+        batch.streams[1].switch_prompt(prompt_embeds=short)
+        later = steps(batch, 2)
+        with stream_of(pipe, 1) as single:
+            expected = [next(single).latents]
+            single.switch_prompt(prompt_embeds=short)
+            expected += [next(single).latents for _ in range(2)]
+        assert_same(have[1] + later[1], expected)
+        for number in (0, 2):
+            assert_same(have[number] + later[number], alone(pipe, number, 3))
+
     def test_given_frames(self, pipe: ARDiffusionPipeline, pool: KVManager) -> None:
         given = torch.randn(1, 16, 1, 4, 6, generator=seed(3))
         batch = StreamBatch([stream_of(pipe, 0, cache=pool, context_latents=given), stream_of(pipe, 1, cache=pool)])
@@ -297,6 +311,19 @@ class TestFailures:
         chunks = batch.step()
         assert chunks[0].is_given
         assert torch.equal(chunks[0].latents, given)
+
+    def test_a_failed_event_beside_a_shared_failure(self, pipe: ARDiffusionPipeline, pool: KVManager) -> None:
+        """The event is gone, so the error that comes instead has to say so."""
+        batch = StreamBatch([stream_of(pipe, n, cache=pool) for n in range(3)])
+        batch.streams[0].update("a red circle")
+        broken = failing(pipe.transformer.blocks[1], MemoryError("no room"))
+        with failing(pipe.text_encoder, OSError("gone")), broken, pytest.raises(MemoryError) as caught:
+            batch.step()
+        assert caught.value.__notes__ == ["stream 0 had failed by itself: OSError('gone')"]
+        assert not any(stream.closed for stream in batch.streams)
+        have = steps(batch, 2)
+        for number in range(3):
+            assert_same(have[number], alone(pipe, number, 2))
 
     def test_an_interrupt_closes_all(self, pipe: ARDiffusionPipeline, pool: KVManager) -> None:
         batch = StreamBatch([stream_of(pipe, n, cache=pool) for n in range(2)])

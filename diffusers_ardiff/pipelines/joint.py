@@ -32,6 +32,12 @@ class JointRows:
     num_extra: int
     arguments: Mapping[str, Any]
 
+    @property
+    def text_len(self) -> int:
+        """Rows of the prompt's embeddings."""
+        text = self.branches[0].text
+        return 0 if text is None else text.layers[0].key.shape[1]
+
 
 def prepare_rows(rollout: Rollout, branch_name: str, step: FrameStep) -> JointRows:
     """Check one rollout's part of a joint forward, and run its control hook; nothing is claimed or written.
@@ -66,7 +72,7 @@ class JointForward:
         """The transformer's output, a tensor a rollout.
 
         Args:
-            rows: of one branch name and one number of tokens.
+            rows: of one branch name, one number of tokens and one text length.
 
         Raises:
             ValueError: control hooks gave arguments that can't be joined.

@@ -96,9 +96,11 @@ class StreamBatch:
         members = [_Member(stream) for stream in self._streams]
         try:
             self._make_chunks(members)
-        except Exception:
-            for member in members:
+        except Exception as error:
+            for index, member in enumerate(members):
                 member.rewind()
+                if member.error is not None:
+                    error.add_note(f"stream {index} had failed by itself: {member.error!r}")
             raise
         except BaseException:
             for stream in self._streams:
@@ -146,12 +148,16 @@ class StreamBatch:
             part = member.attempt(prepare_rows, member.stream.rollout, name, step)
             if part is not None:
                 rows[member] = part
-        if len(rows) == 1:
-            # Nobody else's forward, so nobody else's failure.
-            out = next(iter(rows)).attempt(self._forward.run, list(rows.values()))
-        else:
-            out = self._forward.run(list(rows.values())) if rows else None
-        return {} if out is None else dict(zip(rows, out, strict=True))
+        outputs: dict[_Member, torch.Tensor] = {}
+        for group in _by_text_len(rows):
+            if len(group) == 1:
+                # Nobody else's forward, so nobody else's failure.
+                out = next(iter(group)).attempt(self._forward.run, list(group.values()))
+            else:
+                out = self._forward.run(list(group.values()))
+            if out is not None:
+                outputs |= zip(group, out, strict=True)
+        return outputs
 
 
 class _Member:
@@ -249,6 +255,14 @@ def _by_size(steps: Iterable[tuple[_Member, FrameStep]]) -> list[list[tuple[_Mem
     for member, step in steps:
         key = (step.num_frames, step.num_extra_frames, isinstance(step.timestep, tuple))
         groups.setdefault(key, []).append((member, step))
+    return list(groups.values())
+
+
+def _by_text_len(rows: Mapping[_Member, JointRows]) -> list[dict[_Member, JointRows]]:
+    """Rows whose texts are equally long, in groups: a prompt switch may have brought embeddings of another length."""
+    groups: dict[int, dict[_Member, JointRows]] = {}
+    for member, part in rows.items():
+        groups.setdefault(part.text_len, {})[member] = part
     return list(groups.values())
 
 
