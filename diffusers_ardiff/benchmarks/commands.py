@@ -1,4 +1,4 @@
-"""The ``rollout`` and ``decode`` commands of ``scripts/benchmark.py``."""
+"""The ``rollout``, ``decode`` and ``sessions`` commands of ``scripts/benchmark.py``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..doctor import DTYPES
 from ..generation import load_pipeline
 from ..pipelines import ARDiffusionPipeline
 from ..recipes import load_recipe
+from . import sessions
 from .decode import VARIANTS, DecodeCase, describe_decode, measure_decode
 from .dense_roll import measure_dense_roll
 from .models import WAN_SHAPES, build_light_decoder, build_pipeline, windowed
@@ -64,6 +65,16 @@ def add_decode_command(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=10)
     _add_outputs(parser)
     parser.set_defaults(run=run_decode, plot=None)
+
+
+def add_sessions_command(commands: Any) -> None:
+    """``sessions``: joint forwards and forks."""
+    parser = commands.add_parser("sessions", help="several sessions in one forward, and the cost of a fork")
+    parser.add_argument("--tiny", action="store_true", help="at a size for a CPU; default: Wan 1.3B, LingBot")
+    parser.add_argument("--only", choices=["together", "fork"], help="default: both")
+    parser.add_argument("--repeats", type=int, default=10)
+    _add_outputs(parser)
+    parser.set_defaults(run=run_sessions, plot=None)
 
 
 def add_plot_command(commands: Any) -> None:
@@ -179,4 +190,20 @@ def run_decode(options: argparse.Namespace) -> list[dict[str, Any]]:
     results = measure_decode(case, options.variants, torch.device(options.device))
     for result in results:
         print(describe_decode(case, result), flush=True)
+    return results
+
+
+def run_sessions(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure joint forwards and forks; prints each as it is done."""
+    together, fork = sessions.tiny_cases() if options.tiny else (sessions.TogetherCase(), sessions.ForkCase())
+    counts: dict[str, Any] = {"device": torch.device(options.device), "repeats": options.repeats}
+    results = []
+    measured = {
+        "together": lambda: sessions.measure_together(together, **counts),
+        "fork": lambda: sessions.measure_fork(fork, **counts),
+    }
+    for name, measure in measured.items():
+        if options.only in (None, name):
+            results.append(measure())
+            print(sessions.describe(results[-1]), flush=True)
     return results
