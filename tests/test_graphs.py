@@ -85,6 +85,18 @@ class TestReplay:
             stream.rollout.predict(FrameStep(latents=noise[1], timestep=500.0), 1.0)
         assert torch.equal(first, kept)
 
+    def test_no_gradients_whoever_asks(self, pipe: ARDiffusionPipeline) -> None:
+        """A commit that a caller runs outside of ``no_grad`` kept a graph of the whole model, and compiled it again."""
+        trained = make_pipeline(QUICK)
+        trained.transformer.requires_grad_(True)
+        with stream_of(trained) as stream:
+            take(stream, 1)
+            stream.set_embeds({"positive": NEW})
+            assert stream.rollout.sessions[0].branch().committed_tokens > 0, "the commit that was due"
+            step = FrameStep(latents=torch.zeros(stream.rollout.shape.chunk(3)), timestep=500.0)
+            assert not stream.rollout.predict(step, 1.0).requires_grad
+            assert not stream.rollout.sessions[0].branch().storage.key_pools[0].requires_grad
+
     def test_a_second_stream_has_a_pool_of_its_own(self, pipe: ARDiffusionPipeline) -> None:
         with stream_of(pipe) as first, record_pools() as pools, stream_of(pipe) as second:
             assert len(pools) == 1

@@ -6,7 +6,7 @@ import argparse
 import gc
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from .dense_roll import measure_dense_roll
 from .models import WAN_SHAPES, build_light_decoder, build_pipeline, windowed
 from .plot import plot_rollout
 from .report import RolloutResult, describe, window_label
-from .rollout import RolloutSettings, measure_rollout
+from .rollout import RolloutSettings, measure_rollout, warm_up
 
 DECODERS = ("wan", "light", "none")
 
@@ -44,6 +44,8 @@ def add_rollout_command(commands: Any) -> None:
     parser.add_argument("--latents-only", action="store_const", const="none", dest="decoder", help="--decoder none")
     parser.add_argument("--compile-decoder", action="store_true")
     parser.add_argument("--channels-last", action="store_true", help="of the decoder's weights")
+    parser.add_argument("--compile", action="store_true", help="the transformer's blocks, by pipe.warmup")
+    parser.add_argument("--graphs", action="store_true", help="replay forwards as CUDA graphs, by pipe.warmup")
     parser.add_argument("--overlap", action="store_true", help="decode beside the next chunk's denoising")
     parser.add_argument("--baseline", choices=["dense-roll"], help="time this in the same run and print the ratio")
     parser.add_argument("--backend", help="attention backend (default: chosen)")
@@ -97,11 +99,16 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time one rollout after the other; prints each as it is done."""
+    if options.baseline is not None and (options.compile or options.graphs):
+        raise ValueError("--baseline is launched kernel by kernel, so it is no match for --compile or --graphs.")
     pipeline = prepare_pipeline(options)
     settings = _settings(options, pipeline)
     recipe = settings.recipe
     assert recipe is not None
     warmup = pipeline.warmup_decoder(recipe=recipe) if settings.decode else 0.0
+    warm = None
+    if options.compile or options.graphs:
+        warm = warm_up(pipeline, settings, compile=options.compile, cuda_graphs=options.graphs)
     # Kernels are loaded before anything is timed.
     measure_rollout(pipeline, replace(settings, measured_chunks=2, num_frames=None))
     factor, results = pipeline.vae_scale_factor_temporal, []
@@ -115,16 +122,24 @@ def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
             "decoder": options.decoder,
             "decoder_options": vars(pipeline.decoding.options),
             "decoder_warmup_seconds": warmup,
+            "forwards": {"compiled": options.compile, "graphs": options.graphs},
+            "warmup": None if warm is None else asdict(warm),
             "pixel_fps": recipe.chunk_frames * factor / result.mean_seconds,
         }
         print(f"{options.model}, {describe(recipe, result, factor, options.decoder)}", flush=True)
         if settings.decode:
             print(f"  decoder warm-up {warmup:.1f} s, options {report['decoder_options']}", flush=True)
+        print(f"  forwards {_forwards_label(options)}" + ("" if warm is None else f": {warm}"), flush=True)
         report |= result.to_dict()
         if options.baseline is not None:
             report["baseline"] = run_baseline(pipeline, settings, result)
         results.append(report)
     return results
+
+
+def _forwards_label(options: argparse.Namespace) -> str:
+    names = [name for name, chosen in (("compiled", options.compile), ("replayed", options.graphs)) if chosen]
+    return " and ".join(names) or "eager"
 
 
 def run_baseline(pipeline: ARDiffusionPipeline, settings: RolloutSettings, result: RolloutResult) -> dict[str, Any]:
