@@ -13,6 +13,8 @@ from .pipelines import (
     EventQueueFullError,
     LightDecoder,
     PromptSwitch,
+    StreamBatch,
+    StreamBatchError,
 )
 from .processors import attach_paged_attention
 from .recipes import Recipe
@@ -31,6 +33,8 @@ __all__ = [
     "PagedForwardContext",
     "PromptSwitch",
     "Recipe",
+    "StreamBatch",
+    "StreamBatchError",
     "attach_paged_attention",
     "load_ar_checkpoint",
     "quantize_linears",

@@ -51,6 +51,13 @@ class VideoRope:
 
         return table(torch.cos), table(torch.sin)
 
+    def turn(self, num_frames: int, device: torch.device | str = "cpu") -> Rotary:
+        """Cosine and sine (1, 1, 1, head_dim) that move keys which are rotated already by ``num_frames`` in time."""
+        spatial = 2 * (self.head_dim // 6)
+        time = self._angles(torch.tensor([float(num_frames)], dtype=torch.float64), self.head_dim - 2 * spatial)
+        angles = torch.cat([time[0], torch.zeros(spatial, dtype=torch.float64)]).repeat_interleave(2)
+        return tuple(upload(f(angles).float()[None, None, None], device) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+
     def _angles(self, positions: torch.Tensor, dim: int) -> torch.Tensor:
         """positions x inverse frequencies theta^(-2i/dim): (..., dim / 2) float64."""
         inverse = self.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)

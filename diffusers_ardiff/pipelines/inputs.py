@@ -248,8 +248,8 @@ class CallArguments:
         return self.callback_on_step_end_tensor_inputs
 
 
-def check_merge(arguments: CallArguments, *, guided: bool) -> None:
-    """Raise ValueError where commits are to be merged in a call that runs other forwards between or beside them."""
+def check_merge(arguments: CallArguments, recipe: Recipe, *, guided: bool) -> None:
+    """Raise ValueError where a commit can't share its forward with the next chunk's first step."""
     if not isinstance(arguments.merge_commits, bool):
         raise ValueError(f"merge_commits must be True or False, got {arguments.merge_commits!r}.")
     if arguments.merge_commits and (guided or arguments.control_hook is not None):
@@ -257,6 +257,20 @@ def check_merge(arguments: CallArguments, *, guided: bool) -> None:
         raise ValueError(
             f"merge_commits=True does not go with {reason}: a merged forward serves one branch, and its two chunks have "
             "one set of arguments. Leave one of them out."
+        )
+    if not arguments.merge_commits:
+        return
+    if recipe.context_mode != "commit":
+        raise ValueError(
+            f"merge_commits=True does not go with recipe {recipe.name!r}, whose context_mode is "
+            f"{recipe.context_mode!r}: its commit and the next step are forwards over different frames. Leave "
+            "merge_commits out."
+        )
+    if recipe.rope_policy != "absolute":
+        raise ValueError(
+            f"merge_commits=True does not go with recipe {recipe.name!r}, whose rope_policy is {recipe.rope_policy!r}: "
+            "a chunk's commit and the next chunk see the sink at different positions. Leave merge_commits out, or take "
+            "rope_policy='absolute'."
         )
 
 

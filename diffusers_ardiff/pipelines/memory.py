@@ -21,7 +21,7 @@ from ..processors import TransformerGeometry
 from ..recipes import Recipe
 from .decoding import Decoding
 from .inputs import CacheOptions
-from .window import LatentShape, kept_frames, ring_geometry
+from .window import LatentShape, frames_in_forward, latent_frames_in_memory, ring_geometry
 from .work_memory import forward_bytes
 
 
@@ -121,8 +121,15 @@ class CachePlanner:
         return SideState(
             text_bytes=2 * geometry.num_layers * self.num_branches * self.text_len * row_bytes,
             vae_state_bytes=0 if self.decoding is None else self.decoding.state_bytes(shape.height, shape.width),
-            latent_bytes=kept_frames(self.recipe) * shape.channels * shape.height * shape.width * 4,
+            sink_bytes=self._sink_bytes(),
+            latent_bytes=latent_frames_in_memory(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
+
+    def _sink_bytes(self) -> int:
+        """Of one session's sink keys as they were written, where the policy turns them."""
+        if self.recipe.rope_policy == "absolute" or self.recipe.context_mode == "recompute":
+            return 0
+        return self.num_branches * self.ring().sink_tokens * self.kv_shape.bytes_per_token // 2
 
     def plan(self, *, with_work: bool = False) -> MemoryPlan:
         """What the call's sessions will allocate.
@@ -148,10 +155,16 @@ class CachePlanner:
         latents = self.shape.chunk(max(self.recipe.chunk_frames, self.recipe.first_chunk_frames or 0))
         return dataclasses.replace(
             plan,
-            forward_bytes=forward_bytes(self.transformer, latents),
+            forward_bytes=self._forward_bytes(),
             decode_bytes=0 if self.decoding is None else self.decoding.work_bytes(latents),
             overlapped=self.decoding is not None and self.decoding.options.overlap,
         )
+
+    def _forward_bytes(self) -> int:
+        """Working memory of the largest forward."""
+        latents = self.shape.chunk(frames_in_forward(self.recipe))
+        num_timesteps = latents[2] * self.tokens_per_frame if self.recipe.num_chunks_at_once > 1 else None
+        return forward_bytes(self.transformer, latents, num_timesteps)
 
     def backend_name(self) -> str:
         """The attention backend that the call's forwards will take. Raises ValueError: none can."""
@@ -177,7 +190,8 @@ class CachePlanner:
         """Raise ValueError unless a given pool has this call's window, shape and device; the rest is the pool's."""
         ring = self.ring()
         have = manager.geometry
-        same_window = (ring.sink_tokens, ring.window_tokens, ring.full_history) == (
+        fits = ring.max_extra_tokens <= have.max_extra_tokens
+        same_window = fits and (ring.sink_tokens, ring.window_tokens, ring.full_history) == (
             have.sink_tokens,
             have.window_tokens,
             have.full_history,

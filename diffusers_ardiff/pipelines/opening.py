@@ -33,6 +33,7 @@ from .memory import CachePlanner
 from .output import FrameOutput
 from .overlap import OverlappedOutput
 from .prompts import count_prompts
+from .recompute import RecomputeRollout
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
@@ -66,6 +67,8 @@ class CheckedCall:
     def num_steps(self) -> int:
         """Denoise steps of all chunks; 0 for an endless stream."""
         chunks = range(len(self.frames.generated_sizes or ()))
+        if self.recipe.context_mode == "rolling":
+            return len(chunks) + self.recipe.num_chunks_at_once - 1 if chunks else 0
         return sum(len(self.recipe.timesteps(index)) for index in chunks)
 
 
@@ -83,7 +86,7 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
     schedule = sorted_schedule(a.prompt_schedule, num_videos)
     check_components(pipeline, a, guided=scale > 1.0)
     check_embeds(a, pipeline.transformer.config["text_dim"])
-    check_merge(a, guided=scale > 1.0)
+    check_merge(a, recipe, guided=scale > 1.0)
     check_choices(a.output_type, a.callback_tensors, pipeline._callback_tensor_inputs)
     check_single_source(image=a.image, video=a.video, context_latents=a.context_latents)
     generator = check_generators(a.generator, num_videos)
@@ -261,7 +264,8 @@ def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
     runner = ForwardRunner(attachment)
     if pipeline._warm is not None:
         pipeline._warm.equip(runner, manager)
-    rollout = Rollout(runner, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
+    make = RecomputeRollout if call.recipe.context_mode == "recompute" else Rollout
+    rollout = make(runner, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
     rollout.control_hook, rollout.controls = a.control_hook, a.controls
     rollout.merge_commits = a.merge_commits
     return rollout

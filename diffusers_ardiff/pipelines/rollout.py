@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..recipes import Recipe
 from ..transfer import download, upload
 from .batch_text import BatchText
 from .calls import NEGATIVE, POSITIVE, ForwardCalls
+from .denoise import FrameStep
 from .forwards import ForwardRunner
 from .hook import ControlHook
 from .window import LatentShape, kept_frames
@@ -35,7 +37,9 @@ class Rollout:
         control_hook: edits the transformer's arguments in every forward; None: nobody does.
         controls: what the hook gets for the chunk held and those to come; changed by ``set_controls``.
         merge_commits: run the commit of a chunk held in one forward with the first step of the next chunk, where both
-            have one size and nothing came between them. Without guidance and control hook only.
+            have one size and nothing came between them. Without guidance and control hook only, and for recipes whose
+            commit and next step see the same frames at the same positions.
+        calls: makes the calls of the runner.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class Rollout:
         self.control_hook: ControlHook | None = None
         self.controls: Any = None
         self.runner = runner
-        self._calls = ForwardCalls(runner.attachment, shape, device)
+        self.calls = ForwardCalls(runner.attachment, shape, recipe.rope, device)
         self._text = BatchText()
         self._recent = torch.zeros(shape.chunk(0), device=device)
         self._recent_controls: tuple[Any, ...] = ()
@@ -73,7 +77,7 @@ class Rollout:
     @property
     def tokens_per_frame(self) -> int:
         """C, tokens of one latent frame."""
-        return self._calls.tokens_per_frame
+        return self.calls.tokens_per_frame
 
     @property
     def recent_latents(self) -> torch.Tensor:
@@ -117,24 +121,23 @@ class Rollout:
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
-    def predict(self, latents: torch.Tensor, timestep: float, guidance_scale: float) -> torch.Tensor:
+    def predict(self, step: FrameStep, guidance_scale: float) -> torch.Tensor:
         """One denoise step's velocity for the next chunk; writes its K/V, advances nothing. A commit that is due runs
         before it, or with it (``merge_commits``).
 
         Args:
-            latents: (videos, channels, frames, height, width) noisy chunk.
-            timestep: of all its frames, in [0, 1000].
+            step: the noisy chunk.
             guidance_scale: weight of the positive branch; the negative one runs only where there is one and the
                 scale is above 1.0.
         """
         held = self._uncommitted
-        if held is not None and self.merge_commits and held.shape == latents.shape:
-            return self._forward_merged(held, latents, timestep)
+        if held is not None and self.merge_commits and held.shape == step.latents.shape:
+            return self._forward_merged(held, step)
         self.commit_held()
-        positive = self._forward(POSITIVE, latents, timestep)
+        positive = self._forward(POSITIVE, step)
         if NEGATIVE not in self.branch_names or guidance_scale <= 1.0:
             return positive
-        negative = self._forward(NEGATIVE, latents, timestep)
+        negative = self._forward(NEGATIVE, step)
         return negative + guidance_scale * (positive - negative)
 
     def hold(self, clean_latents: torch.Tensor) -> None:
@@ -146,10 +149,23 @@ class Rollout:
 
     def commit_held(self) -> None:
         """Run the clean forward of the chunk held, if there is one, in every branch, then advance all of them."""
-        if self._uncommitted is None:
+        step = self.begin_commit()
+        if step is None:
             return
         for name in self.branch_names:
-            self._forward(name, self._uncommitted, self.recipe.commit_timestep)
+            self._forward(name, step)
+        self.finish_commit()
+
+    def begin_commit(self) -> FrameStep | None:
+        """The clean forward of the chunk held, for every branch; None where none is. ``finish_commit`` comes after it."""
+        if self._uncommitted is None:
+            return None
+        return FrameStep(latents=self._uncommitted, timestep=self.recipe.commit_timestep)
+
+    def finish_commit(self) -> None:
+        """Advance all branches past the clean forward of the chunk held."""
+        if self._uncommitted is None:
+            return
         for session in self.sessions:
             session.commit()
         self._keep_committed(self._uncommitted)
@@ -182,11 +198,17 @@ class Rollout:
         for name, value in text.items():
             span = self.sessions[0].branch(name).ring.recache_span()
             if span is not None:
-                num_frames = span[1] // self.tokens_per_frame
-                first = self._recent.shape[2] - num_frames
-                latents, controls = self._recent[:, :, first:], self._recent_controls[first:]
-                timestep = self.recipe.commit_timestep
-                self._forward(name, latents, timestep, start=span[0], text=value, controls=controls)
+                step = self._committed_frames(span[1] // self.tokens_per_frame)
+                self._forward(name, step, start=span[0], text=value)
+
+    def _committed_frames(self, num_frames: int) -> FrameStep:
+        """The clean forward of the last frames committed."""
+        first = self._recent.shape[2] - num_frames
+        return FrameStep(
+            latents=self._recent[:, :, first:],
+            timestep=self.recipe.commit_timestep,
+            controls=self._recent_controls[first:],
+        )
 
     def flush(self, num_frames: int) -> None:
         """Keep the sink and the last ``num_frames`` latent frames of history; positions go on."""
@@ -209,10 +231,10 @@ class Rollout:
             OutOfPagesError: the pool has too few sessions free; this rollout stays as it is.
             RuntimeError: closed, offloaded or stale.
         """
-        self._check_open()
+        self.check_open()
         self.commit_held()
         child = copy.copy(self)
-        child.sessions, child._text, child._calls = [], self._text.copy(), self._calls.copy()
+        child.sessions, child._text, child.calls = [], self._text.copy(), self.calls.copy()
         try:
             for session in self.sessions:
                 child.sessions.append(session.fork())
@@ -232,7 +254,7 @@ class Rollout:
         Raises:
             RuntimeError: closed, or a commit is due on sessions that the pool has evicted.
         """
-        self._check_open()
+        self.check_open()
         self.commit_held()
         for session in self.sessions:
             session.offload()
@@ -246,7 +268,7 @@ class Rollout:
             OutOfPagesError: the pool has too few sessions free; call it again when it has.
             RuntimeError: closed.
         """
-        self._check_open()
+        self.check_open()
         for session in self.sessions:
             session.onload()
         self._recent = upload(self._recent, self.device)
@@ -257,55 +279,63 @@ class Rollout:
         self._recent_controls = ()
         self._text.clear()
         self._recent = self._recent.new_empty(0)
-        self._calls.close()
+        self.calls.close()
         for session in self.sessions:
             session.close()
         # A closed session still knows its pool; a stream that somebody keeps must not keep the pool.
         self.sessions.clear()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise RuntimeError on a closed rollout."""
         if not self.sessions:
             raise RuntimeError("this rollout is closed; start a new one.")
+
+    def drop_joined_text(self) -> None:
+        """Let go of this rollout's own join of its rows' text, after another one was made that includes them."""
+        self._text.clear()
+
+    def arguments(self, branch_name: str, step: FrameStep, *, start_frame: int) -> dict[str, Any]:
+        """The transformer's arguments for these frames but for its text; ``start_frame`` is the cache's next frame."""
+        hooked = replace(
+            step,
+            controls=step.controls if step.controls is not None else (self.controls,) * step.num_frames,
+            start_frame=self._first_frame(step, start_frame),
+        )
+        return self.calls.arguments(hooked, self.control_hook, branch=branch_name)
+
+    def _first_frame(self, step: FrameStep, start_frame: int) -> int:
+        """Absolute latent frame of a step's first frame."""
+        return start_frame if step.start_frame is None else step.start_frame
 
     def _forward(
         self,
         branch_name: str,
-        latents: torch.Tensor,
-        timestep: float,
+        step: FrameStep,
         *,
         start: int | None = None,
         text: TextKV | None = None,
-        controls: tuple[Any, ...] | None = None,
     ) -> torch.Tensor:
-        """The transformer's output for these frames; ``controls`` is one a frame, None: the current ones."""
-        self._check_open()
+        """The transformer's output for these frames."""
+        self.check_open()
         branches = [session.branch(branch_name) for session in self.sessions]
         text = text or self._text_of(branches)
-        num_frames = latents.shape[2]
+        num_tokens, num_extra = self.calls.count_tokens(step)
+        backend = self.runner.attachment.backend
         forward = PagedForwardContext(
-            branches,
-            num_tokens=num_frames * self.tokens_per_frame,
-            start=start,
-            backend=self.runner.attachment.backend,
+            branches, num_tokens=num_tokens, num_extra=num_extra, start=start, backend=backend
         )
-        frame_controls = controls if controls is not None else (self.controls,) * num_frames
-        control = (self.control_hook, frame_controls)
-        return self.runner.run(
-            self._calls.plain(forward, latents, timestep, text, branch=branch_name, control=control)
-        )
+        arguments = self.arguments(branch_name, step, start_frame=forward.starts[0] // self.tokens_per_frame)
+        return self.runner.run(self.calls.plain(forward, arguments, text, branch=branch_name))
 
-    def _forward_merged(self, held: torch.Tensor, latents: torch.Tensor, timestep: float) -> torch.Tensor:
+    def _forward_merged(self, held: torch.Tensor, step: FrameStep) -> torch.Tensor:
         """Commit the chunk held and predict the next one's velocity in one forward."""
-        self._check_open()
+        self.check_open()
         branches = [session.branch(POSITIVE) for session in self.sessions]
         text = self._text.double(self._text_of(branches))
-        forward = MergedForwardContext(
-            branches,
-            num_tokens=latents.shape[2] * self.tokens_per_frame,
-            backend=self.runner.attachment.backend,
-        )
-        timesteps = (self.recipe.commit_timestep, timestep)
-        out = self.runner.run(self._calls.merged(forward, (held, latents), timesteps, text))
+        num_tokens, _ = self.calls.count_tokens(step)
+        forward = MergedForwardContext(branches, num_tokens=num_tokens, backend=self.runner.attachment.backend)
+        timesteps = (self.recipe.commit_timestep, step.timestep)
+        out = self.runner.run(self.calls.merged(forward, (held, step.latents), timesteps, text))
         self._keep_committed(held)
         return out[len(branches) :]
 

@@ -98,15 +98,15 @@ def light_decode_bytes(
         return peak_bytes(lambda: stream.decode(torch.empty(latents)))
 
 
-def forward_bytes(transformer: Any, latents: tuple[int, ...]) -> int:
+def forward_bytes(transformer: Any, latents: tuple[int, ...], num_timesteps: int | None = None) -> int:
     """Working memory of one eager forward over ``latents`` (B, C, n, h, w): that of its largest block and its ends.
 
-    Compiled blocks take less.
+    Compiled blocks take less. ``num_timesteps`` a row, one a token; None: one for all.
     """
     config = json.dumps({key: value for key, value in transformer.config.items() if not key.startswith("_")})
     # torch.compile(transformer) is a wrapper without a config to build from.
     model_class: Any = type(getattr(transformer, "_orig_mod", transformer))
-    return _forward_bytes(model_class, config, latents, transformer.dtype)
+    return _forward_bytes(model_class, config, (latents, num_timesteps), transformer.dtype)
 
 
 class _ShapeOnlyAttn(HostSettings):
@@ -133,9 +133,13 @@ class _ShapeOnlyAttn(HostSettings):
 
 
 @lru_cache(maxsize=64)
-def _forward_bytes(model_class: Any, config: str, latents: tuple[int, ...], dtype: torch.dtype) -> int:
+def _forward_bytes(
+    model_class: Any, config: str, shapes: tuple[tuple[int, ...], int | None], dtype: torch.dtype
+) -> int:
+    latents, num_timesteps = shapes
     # Two blocks: the second one runs while the first one's output is alive.
     values = json.loads(config) | {"num_layers": 2}
+    rest = () if num_timesteps is None else (num_timesteps,)
     with torch.device("meta"):
         model = model_class.from_config(values)
         torch.nn.Module.to(model, dtype)
@@ -143,7 +147,7 @@ def _forward_bytes(model_class: Any, config: str, latents: tuple[int, ...], dtyp
             for attn in (block.attn1, block.attn2):
                 attn.set_processor(_ShapeOnlyAttn(attn.processor))
         stub = torch.empty(latents[0], 1, values["text_dim"], dtype=dtype)
-        hidden, timestep = torch.empty(latents, dtype=dtype), torch.empty(latents[0])
+        hidden, timestep = torch.empty(latents, dtype=dtype), torch.empty(latents[:1] + rest)
         return peak_bytes(
             lambda: model(hidden_states=hidden, timestep=timestep, encoder_hidden_states=stub, return_dict=False)
         )

@@ -11,7 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .recipe import ROPE_POLICIES, Recipe, window_from_peer
+from ..rope_policies import ROPE_POLICIES
+from .recipe import Recipe, window_from_peer
 
 __all__ = ["ROPE_POLICIES", "Recipe", "list_recipes", "load_recipe", "window_from_peer"]
 
