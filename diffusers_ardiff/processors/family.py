@@ -153,12 +153,9 @@ class TransformerFamily:
         """A processor for a cross-attention module, around the one that it has now; only where stacks name them."""
         raise NotImplementedError
 
-    def make_rope(self, transformer: Any, **options: Any) -> RopeFunction:
-        """Angles of tokens at absolute frames, as this transformer rotates.
-
-        Args:
-            transformer: a model of the family.
-            options: what the host takes per call (frames a second, scales).
+    def make_rope(self, transformer: Any, *args: Any, **kwargs: Any) -> RopeFunction:
+        """Angles of tokens at absolute frames, as this transformer rotates. Families take options by keyword: what their
+        host takes per call, such as frames a second.
         """
         raise NotImplementedError
 

@@ -174,9 +174,9 @@ class WanFamily(TransformerFamily):
         """A processor for a block's ``attn2``."""
         return PagedWanCrossAttnProcessor(attn.processor)
 
-    def make_rope(self, transformer: Any, **options: Any) -> RopeFunction:
+    def make_rope(self, transformer: Any) -> RopeFunction:
         """Angles of tokens at absolute frames; the family has no options."""
-        return VideoRope(head_dim=self.geometry(transformer).head_dim, **options)
+        return VideoRope(head_dim=self.geometry(transformer).head_dim)
 
     def compute_text_kv(
         self, transformer: Any, prompt_embeds: torch.Tensor, image_embeds: torch.Tensor | None
