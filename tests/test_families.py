@@ -115,19 +115,28 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def compile_blocks(blocks: list[Any], backend: CountingBackend) -> None:
+    for block in blocks:
+        block.compile(fullgraph=True, backend=backend)
+
+
 def test_one_graph_for_all_layers(family: Family, fresh_dynamo: None) -> None:
-    """One graph a class of blocks, through fill and wrap, and eager's numbers; a captured number would recompile."""
+    """As many graphs as the stock model compiles to, however many layers, through fill and wrap, and eager's numbers."""
     layers = {"num_visual_blocks": 4} if "num_visual_blocks" in family.config else {"num_layers": 4}
     plain, compiled = (FamilyRun(family, family.make(**layers), 1, 3) for _ in range(2))
-    counting = CountingBackend("eager")
-    for block in compiled.paged.family.blocks(compiled.transformer):
-        block.compile(fullgraph=True, backend=counting)
+    counting, stock = CountingBackend("eager"), CountingBackend("eager")
+    compile_blocks(compiled.paged.family.blocks(compiled.transformer), counting)
     for chunk in range(7):
         with torch._dynamo.config.patch(error_on_recompile=chunk > 0):
             latents = family.latents(1, seed=chunk)
             out = compiled.forward(latents, 500)
         assert relative_error(out, plain.forward(latents, 500)) < 1e-5
+    torch._dynamo.reset()
+    compile_blocks(plain.paged.family.blocks(plain.transformer), stock)
+    plain.paged.detach()
+    family.run(plain.transformer, family.latents(1, seed=0), 500)
     assert [op_calls(graph) for graph in counting.graphs] == [1] * family.graphs
+    assert len(stock.graphs) == family.graphs
 
 
 # -- angles ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class Family:
         text: rows of joint attention that are text, and whether they come first; ``padding``: more of them, last, that
             nobody may see.
         patch: (frames, height, width).
-        graphs: that have the op in them, for all layers: one a class of blocks.
+        graphs: for all layers: one a class of blocks, and one more where the host gives the first block of a class other
+            parts (VACE) or other strides (joint models) than the next.
     """
 
     model: type
@@ -323,7 +324,13 @@ FAMILIES = {
         rope={"fps": 16},
     ),
     "cogvideox": Family(
-        model=CogVideoXTransformer3DModel, config=COG, call=call_cog, frame_dim=1, text=TEXT_LEN, text_first=True
+        model=CogVideoXTransformer3DModel,
+        config=COG,
+        call=call_cog,
+        frame_dim=1,
+        text=TEXT_LEN,
+        text_first=True,
+        graphs=2,
     ),
     "cogvideox-1.5": Family(
         model=CogVideoXTransformer3DModel,
@@ -333,6 +340,7 @@ FAMILIES = {
         text=TEXT_LEN,
         text_first=True,
         patch=(2, 2, 2),
+        graphs=2,
     ),
     "hunyuan-video": Family(
         model=HunyuanVideoTransformer3DModel,
@@ -340,7 +348,7 @@ FAMILIES = {
         call=call_hunyuan,
         text=3,
         padding=2,
-        graphs=2,
+        graphs=3,
     ),
     "hunyuan-video-1.5": Family(
         model=HunyuanVideo15Transformer3DModel,
