@@ -13,9 +13,12 @@ from diffusers import (
     CosmosTransformer3DModel,
     HunyuanVideoFramepackTransformer3DModel,
     HunyuanVideoTransformer3DModel,
+    SkyReelsV2Transformer3DModel,
     WanAnimateTransformer3DModel,
+    WanTransformer3DModel,
 )
 from diffusers.models.transformers.transformer_ltx import LTXVideoRotaryPosEmbed
+from tiny_components import latents_of, make_pipeline
 from tiny_families import (
     COG,
     FAMILIES,
@@ -36,6 +39,7 @@ from tiny_families import (
     pack,
     window_mask,
 )
+from tiny_wan import TINY as TINY_WAN
 from torch._dynamo.utils import counters
 
 from diffusers_ardiff.context import PagedForwardContext
@@ -361,3 +365,28 @@ def test_text_is_cached_where_the_family_says_so() -> None:
         other.paged.bind(context, other.rope([[0]], 4, 6, "cpu"), text),
     ):
         pass
+
+
+# -- in the pipeline ------------------------------------------------------------------------------------------------
+
+
+def make_for_pipeline(model: type, **config: Any) -> Any:
+    torch.manual_seed(3)
+    sizes = {"in_channels": 16, "out_channels": 16, "text_dim": 32, "ffn_dim": 32}
+    return model(**{**TINY_WAN, **sizes, **config}).eval()
+
+
+def test_skyreels_runs_in_the_pipeline() -> None:
+    """The same weights as a Wan transformer give the same video, and survive a save."""
+    skyreels = make_for_pipeline(SkyReelsV2Transformer3DModel)
+    wan = make_for_pipeline(WanTransformer3DModel)
+    wan.load_state_dict(skyreels.state_dict())
+    ours, theirs = (latents_of(make_pipeline(transformer=model), num_frames=21) for model in (skyreels, wan))
+    assert relative_error(ours, theirs) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["wan-vace", "ltx", "kandinsky5"])
+def test_pipeline_refuses_families_that_take_other_inputs(name: str) -> None:
+    family = FAMILIES[name]
+    with pytest.raises(ValueError, match=r"takes other inputs than the pipeline prepares.*docs/families\.md"):
+        latents_of(make_pipeline(transformer=family.make()))
