@@ -9,6 +9,7 @@ python scripts/benchmark.py rollout --model tiny --num-frames 2000 --repeats 3
 python scripts/benchmark.py chunk --preset wan-1.3b --windows 3+9 0+21 --output out/chunk.json
 python scripts/benchmark.py rollout --model wan-1.3b --sink-frames 3 --window-frames 9 --baseline dense-roll
 python scripts/benchmark.py decode --output out/decode.json
+python scripts/benchmark.py family --families ltx cosmos --output out/families.json
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from diffusers_ardiff.benchmarks import OpCase, anchor_cases, measure_op, measure_write, order_cases, plot_op
 from diffusers_ardiff.benchmarks.chunk import add_chunk_command
 from diffusers_ardiff.benchmarks.commands import add_decode_command, add_plot_command, add_rollout_command
+from diffusers_ardiff.benchmarks.family import add_family_command
 from diffusers_ardiff.doctor import DTYPES, examine
 
 PRESETS = {"anchors": anchor_cases, "order": order_cases}
@@ -63,6 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     add_rollout_command(commands)
     add_decode_command(commands)
     add_plot_command(commands)
+    add_family_command(commands)
     options = parser.parse_args()
     if options.command == "op" and options.write_only and options.plot is not None:
         op.error("--plot draws attention times; leave it out with --write-only")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..rope import Rotary, apply_rotary, apply_rotary_halves, spread_grid, store_angles
+from ..transfer import upload
 from .base import PagedSelfAttnProcessor, attend, project_out, refuse_mask
 from .family import RopeFunction, Stack, TransformerFamily, register_family
 
@@ -119,21 +120,22 @@ class LTXRope:
         self, frame_positions: Sequence[Sequence[int]], height: int, width: int, device: torch.device | str = "cpu"
     ) -> Rotary:
         """Cosine and sine for tokens in frame-major order; arguments as in ``VideoRope``."""
+        # Made on the device: with angles for every head they are as large as the queries.
         indices = spread_grid(
-            torch.tensor(frame_positions, dtype=self.dtype),
-            torch.arange(height, dtype=self.dtype),
-            torch.arange(width, dtype=self.dtype),
+            upload(torch.tensor(frame_positions, dtype=self.dtype), device),
+            torch.arange(height, dtype=self.dtype, device=device),
+            torch.arange(width, dtype=self.dtype, device=device),
         )
         places = [self.coordinates(part, axis) / self.bases[axis] for axis, part in enumerate(indices)]
-        angles = (torch.stack(places, dim=-1)[..., None] * 2 - 1) * self._frequencies()
+        angles = (torch.stack(places, dim=-1)[..., None] * 2 - 1) * self._frequencies(device)
         angles = angles.transpose(-1, -2).flatten(2)
         missing = self.heads * self.head_dim // 2 - angles.shape[-1]
         angles = torch.nn.functional.pad(angles, (missing, 0)).unflatten(2, (self.heads, -1))
         return store_angles(angles, halves=self.halves, device=device)
 
-    def _frequencies(self) -> torch.Tensor:
-        count = self.heads * self.head_dim // 6
-        return (self.theta ** torch.linspace(0, 1, count, dtype=self.frequency_dtype) * math.pi / 2).to(self.dtype)
+    def _frequencies(self, device: torch.device | str) -> torch.Tensor:
+        exponents = torch.linspace(0, 1, self.heads * self.head_dim // 6, dtype=self.frequency_dtype, device=device)
+        return (self.theta**exponents * math.pi / 2).to(self.dtype)
 
 
 class LTXFamily(TransformerFamily):
