@@ -109,7 +109,7 @@ def _hunyuan(transformer: Any, latents: torch.Tensor, text_len: int, place: Plac
     config = transformer.config
     arguments: dict[str, Any] = {
         "hidden_states": latents,
-        "timestep": _times(latents),
+        "timestep": _times(latents).to(latents.dtype),
         "encoder_hidden_states": place(1, text_len, config.text_embed_dim),
         "encoder_attention_mask": torch.ones(1, text_len, device=latents.device, dtype=torch.long),
     }
