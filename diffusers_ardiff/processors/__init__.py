@@ -1,6 +1,6 @@
 """Attention processors that read and write the paged cache, one file a model family."""
 
-from . import cogvideox, cosmos, hunyuan, kandinsky, ltx  # noqa: F401
+from . import cogvideox, cosmos, hunyuan, kandinsky, ltx, wan_animate  # noqa: F401
 from .attach import OffsetRope, PagedAttachment, attach_paged_attention
 from .base import PagedSelfAttnProcessor
 from .family import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,8 +50,8 @@ class PagedAttachment:
             for layer in self._layers
         ]
         self._rope = None if family.rope_module is None else OffsetRope(getattr(transformer, family.rope_module))
-        self._call_hook: Any = None
-        self._bound = False
+        self._hooks: list[Any] = []
+        self._bound: ForwardInputs | None = None
         self._attached = False
         self._stays = False
         self._num_entered = 0
@@ -114,8 +113,7 @@ class PagedAttachment:
             if self._rope is not None:
                 self._rope.host_rope = self._host_rope
                 setattr(self.transformer, self._rope_name, self._rope)
-            if self.family.checks_calls:
-                self._call_hook = self.transformer.register_forward_pre_hook(self._check_call, with_kwargs=True)
+            self._hooks = self.family.register_hooks(self.transformer, lambda: self._bound)
         except BaseException:
             self._swap_out()
             raise
@@ -127,9 +125,9 @@ class PagedAttachment:
                 attn.set_processor(processor.host_processor)
         if self._rope is not None and self._host_rope is self._rope:
             setattr(self.transformer, self._rope_name, self._rope.host_rope)
-        if self._call_hook is not None:
-            self._call_hook.remove()
-            self._call_hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         self._attached = self._stays = False
 
     @property
@@ -194,7 +192,7 @@ class PagedAttachment:
         """
         if not self._attached:
             raise RuntimeError("attach the paged processors before binding a forward to them.")
-        if self._bound:
+        if self._bound is not None:
             raise RuntimeError("another forward is bound to this transformer; a transformer runs one at a time.")
         self._check_unchanged()
         if text is not None and self._layers[0].cross_attn is None:
@@ -206,11 +204,11 @@ class PagedAttachment:
             # Inductor's CUDA graphs would else take each compiled block for a step, and free what the last one returned.
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            self._bound = True
+            self._bound = context
             self._hand_over(context, rotary, text, write)
             yield
         finally:
-            self._bound = False
+            self._bound = None
             self._take_back()
         self._check_all_written(context)
 
@@ -231,11 +229,6 @@ class PagedAttachment:
             self_attn.inputs = self_attn.rotary = None
             if cross_attn is not None:
                 cross_attn.text = None
-
-    def _check_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._bound:
-            call = inspect.signature(type(self.transformer).forward).bind_partial(module, *args, **kwargs).arguments
-            self.family.check_call(self.transformer, call, self._processors[0][0].inputs)
 
     def fused_write_refusals(self, device_type: str, dtype: torch.dtype) -> list[str]:
         """Why one kernel cannot normalise and rotate in this transformer and write to pools of that dtype; empty: it can.

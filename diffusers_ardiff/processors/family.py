@@ -6,6 +6,7 @@ transformer has, never by its class name, so models built alike share an adapter
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -176,8 +177,26 @@ class TransformerFamily:
         """Why the fused kernel can't normalise and rotate for this module, a phrase each; empty: it can."""
         return [f"{self.name} layers normalise and rotate in torch"]
 
-    def check_call(self, transformer: Any, call: Mapping[str, Any], inputs: Any) -> None:
-        """Look at the arguments of a call while a forward is bound; ``inputs`` are those of the first layer.
+    def register_hooks(self, transformer: Any, bound: Callable[[], Any]) -> list[Any]:
+        """Hooks that the transformer has while it is attached; returns their handles.
+
+        Args:
+            transformer: a model of the family.
+            bound: gives the forward context that is bound, None where none is.
+        """
+        if not self.checks_calls:
+            return []
+        signature = inspect.signature(type(transformer).forward)
+
+        def check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            context = bound()
+            if context is not None:
+                self.check_call(transformer, signature.bind_partial(module, *args, **kwargs).arguments, context)
+
+        return [transformer.register_forward_pre_hook(check, with_kwargs=True)]
+
+    def check_call(self, transformer: Any, call: Mapping[str, Any], context: Any) -> None:
+        """Look at the arguments of a call while a forward context is bound.
 
         Raises:
             ValueError: with these arguments the result would be wrong.

@@ -10,7 +10,7 @@ import torch
 from ..rope import AxialRope, Rotary, apply_rotary
 from .base import PagedSelfAttnProcessor
 from .family import RopeFunction, Stack, TransformerFamily, register_family
-from .joint import JointRows, attend_jointly, count_text_rows
+from .joint import JointRows, attend_jointly
 
 _SINGLE_PARTS = ("to_q", "to_k", "to_v", "norm_q", "norm_k", "heads", "set_processor")
 _DUAL_PARTS = (*_SINGLE_PARTS, "to_out", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -108,22 +108,9 @@ class HunyuanVideoFamily(TransformerFamily):
         time, height, width = config.rope_axes_dim
         return AxialRope(dims=(time, height, width), thetas=(config.rope_theta,) * 3)
 
-    def check_call(self, transformer: Any, call: Mapping[str, Any], inputs: Any) -> None:
+    def check_call(self, transformer: Any, call: Mapping[str, Any], context: Any) -> None:
         """Every row must have as much text that is no padding as the forward announced."""
-        self._check_text(transformer, call["hidden_states"], [call["encoder_attention_mask"]], inputs)
-
-    def _check_text(
-        self, transformer: Any, latents: torch.Tensor, masks: list[torch.Tensor], inputs: Any, *, given: int = 0
-    ) -> None:
-        patch = self.patch_size(transformer)
-        num_tokens = latents.shape[2] // patch[0] * (latents.shape[3] // patch[1]) * (latents.shape[4] // patch[2])
-        announced = count_text_rows(inputs, num_tokens)
-        lengths = [given + int(n) for n in torch.cat([mask.bool() for mask in masks], dim=1).sum(1)]
-        if any(length != announced for length in lengths):
-            raise ValueError(
-                f"the rows have {lengths} text rows that are no padding, the forward context announced num_extra="
-                f"{announced}. They must agree; rows with texts of different length take a forward each."
-            )
+        _check_text([call["encoder_attention_mask"]], context.num_extra)
 
 
 class HunyuanVideo15Family(HunyuanVideoFamily):
@@ -146,13 +133,21 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
         """None known."""
         return []
 
-    def check_call(self, transformer: Any, call: Mapping[str, Any], inputs: Any) -> None:
+    def check_call(self, transformer: Any, call: Mapping[str, Any], context: Any) -> None:
         """Every row must have as many text and picture rows that are no padding as the forward announced."""
         pictures = call["image_embeds"]
         # The host hides the picture's rows when all of them are zero.
-        given = pictures.shape[1] if bool((pictures != 0).any()) else 0
-        masks = [call["encoder_attention_mask"], call["encoder_attention_mask_2"]]
-        self._check_text(transformer, call["hidden_states"], masks, inputs, given=given)
+        shown = torch.full(pictures.shape[:2], bool((pictures != 0).any()), device=pictures.device)
+        _check_text([call["encoder_attention_mask"], call["encoder_attention_mask_2"], shown], context.num_extra)
+
+
+def _check_text(masks: list[torch.Tensor], announced: int) -> None:
+    lengths = torch.cat([mask.bool() for mask in masks], dim=1).sum(1).tolist()
+    if any(length != announced for length in lengths):
+        raise ValueError(
+            f"the rows have {lengths} text rows that are no padding, the forward context announced num_extra={announced}. "
+            "They must agree; rows with texts of different length take a forward each."
+        )
 
 
 register_family(HunyuanVideoFamily())

@@ -230,7 +230,7 @@ class LTX2Family(TransformerFamily):
             frequency_dtype=torch.float64 if rope.double_precision else dtype,
         )
 
-    def check_call(self, transformer: Any, call: Mapping[str, Any], inputs: Any) -> None:
+    def check_call(self, transformer: Any, call: Mapping[str, Any], context: Any) -> None:
         """Audio must be kept apart: it is not in the cache, and would see and show one chunk of video only."""
         if not call.get("isolate_modalities", False):
             raise ValueError(

@@ -6,7 +6,7 @@ host's own processor that it replaced, so the model then behaves exactly as it d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -19,7 +19,7 @@ from ..rope import Rotary, VideoRope, apply_rotary
 from .base import HostSettings, PagedSelfAttnProcessor, attend, project_out, project_qkv, refuse_mask
 from .family import RopeFunction, Stack, TransformerFamily, register_family
 
-_ATTN_PARTS = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k", "heads", "set_processor")
+ATTN_PARTS = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k", "heads", "set_processor")
 
 
 class PagedWanSelfAttnProcessor(PagedSelfAttnProcessor):
@@ -140,22 +140,13 @@ class WanFamily(TransformerFamily):
     """Wan and its clones. ``vace_blocks`` see video of their own, so they are layers of the cache like the others."""
 
     name = "wan"
-    parts = ("blocks", "rope", "condition_embedder", "config")
-    stacks = (
-        Stack(blocks="blocks", self_attn="attn1", cross_attn="attn2", parts=_ATTN_PARTS),
-        Stack(blocks="vace_blocks", self_attn="attn1", cross_attn="attn2", parts=_ATTN_PARTS, optional=True),
+    parts: ClassVar[tuple[str, ...]] = ("blocks", "rope", "condition_embedder", "config")
+    stacks: ClassVar[tuple[Stack, ...]] = (
+        Stack(blocks="blocks", self_attn="attn1", cross_attn="attn2", parts=ATTN_PARTS),
+        Stack(blocks="vace_blocks", self_attn="attn1", cross_attn="attn2", parts=ATTN_PARTS, optional=True),
     )
+    absent: ClassVar[tuple[str, ...]] = ("face_encoder",)
     rope_module = "rope"
-
-    def refusals(self, transformer: Any) -> list[str]:
-        """Wan-Animate puts no pose and no face on the first frame of every forward."""
-        if getattr(transformer, "face_encoder", None) is None:
-            return []
-        return [
-            "the first frame of every forward is taken for the reference picture, without pose and face, and the face "
-            "encoder's convolutions begin anew with every forward, so the second chunk would differ from the same frames "
-            "of one long forward"
-        ]
 
     def heads(self, attn: Any) -> tuple[int, int]:
         """Number and size of the heads of a self-attention module."""
