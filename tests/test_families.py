@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from tiny_families import (
 from tiny_wan import TINY as TINY_WAN
 from torch._dynamo.utils import counters
 
+from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.context import PagedForwardContext
 from diffusers_ardiff.processors import (
     Stack,
@@ -108,6 +110,41 @@ def test_nothing_stays_bound_after_a_forward(family: Family) -> None:
     run = FamilyRun(family, transformer, 0, 3)
     run.forward(latents, 500)
     assert torch.equal(family.run(transformer, latents, 500), expected)
+
+
+class Repeated:
+    """A transformer whose arguments of one row are given to two."""
+
+    def __init__(self, transformer: Any) -> None:
+        self.transformer = transformer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transformer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def repeat(value: Any) -> Any:
+            is_row = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == 1
+            return value.expand(2, *value.shape[1:]) if is_row else value
+
+        return self.transformer(*map(repeat, args), **{name: repeat(value) for name, value in kwargs.items()})
+
+
+def test_rows_at_different_frames_equal_each_alone(family: Family) -> None:
+    """Two sessions, one of them a chunk ahead, as rows of one forward: each has angles and text rows of its own."""
+    run = FamilyRun(family, family.make(), 1, 3, max_sessions=2)
+    alone = [FamilyRun(family, family.make(), 1, 3) for _ in range(2)]
+    branches = [run.branch, run.manager.open_session().branch()]
+    for step in range(3):
+        latents = family.latents(1, seed=step)
+        run.forward(latents, 500)
+        alone[0].forward(latents, 500)
+    latents = torch.cat([family.latents(1, seed=seed) for seed in (8, 9)])
+    context = PagedForwardContext(branches, num_tokens=family.tokens, num_extra=family.text)
+    grid = (HEIGHT // family.patch[1], WIDTH // family.patch[2])
+    with context, run.paged.bind(context, run.rope([[3], [0]], *grid, "cpu")):
+        out = family.run(Repeated(run.transformer), latents, 500)
+    for row, single in enumerate(alone):
+        assert relative_error(out[row : row + 1], single.forward(latents[row : row + 1], 500)) < 1e-5
 
 
 @pytest.fixture
@@ -379,13 +416,18 @@ def make_for_pipeline(model: type, **config: Any) -> Any:
     return model(**{**TINY_WAN, **sizes, **config}).eval()
 
 
-def test_skyreels_runs_in_the_pipeline() -> None:
-    """The same weights as a Wan transformer give the same video, and survive a save."""
+def test_skyreels_runs_in_the_pipeline(tmp_path: Path) -> None:
+    """The same weights as a Wan transformer give the same video; saved and loaded, the same again."""
     skyreels = make_for_pipeline(SkyReelsV2Transformer3DModel)
     wan = make_for_pipeline(WanTransformer3DModel)
     wan.load_state_dict(skyreels.state_dict())
-    ours, theirs = (latents_of(make_pipeline(transformer=model), num_frames=21) for model in (skyreels, wan))
+    pipes = [make_pipeline(transformer=model) for model in (skyreels, wan)]
+    ours, theirs = (latents_of(pipe, num_frames=21) for pipe in pipes)
     assert relative_error(ours, theirs) < 1e-4
+    pipes[0].save_pretrained(tmp_path)
+    loaded = ARDiffusionPipeline.from_pretrained(tmp_path)
+    assert type(loaded.transformer) is SkyReelsV2Transformer3DModel
+    assert torch.equal(latents_of(loaded, num_frames=21), ours)
 
 
 @pytest.mark.parametrize("name", ["wan-vace", "ltx", "kandinsky5"])
