@@ -15,8 +15,7 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark.py"
 
 def test_every_family_has_a_shape() -> None:
     found = {find_family(shape.build(tiny=True)).name for shape in FAMILY_SHAPES.values()}
-    # Wan-Animate's forwards take faces from before the chunk, which the benchmark has not.
-    assert found == {family.name for family in list_families()} - {"wan-animate"}
+    assert found == {family.name for family in list_families()}
 
 
 def test_it_runs_every_family_from_the_command_line(tmp_path: Path) -> None:

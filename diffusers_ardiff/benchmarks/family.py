@@ -17,7 +17,7 @@ from ..cache import KVManager, RingGeometry
 from ..context import PagedForwardContext
 from ..processors import attach_paged_attention
 from .clock import Clock
-from .family_shapes import FAMILY_SHAPES, FamilyShape
+from .family_shapes import FAMILY_SHAPES, Chunk, FamilyShape
 from .models import keep_float32, made_on
 
 HOST_KERNELS = [
@@ -114,6 +114,10 @@ class FamilyBenchmark:
     def _tokens(self) -> int:
         return self.paged.geometry.tokens_per_frame(*self.shape.size(tiny=self.options.tiny))
 
+    @property
+    def _extra_rows(self) -> int:
+        return self._tokens if self.shape.reference else self.shape.text_rows
+
     @staticmethod
     def _pools(manager: KVManager) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return list(manager.storage.key_pools), list(manager.storage.value_pools)
@@ -124,7 +128,7 @@ class FamilyBenchmark:
             sink_tokens=options.sink_frames * self._tokens,
             window_tokens=options.window_frames * self._tokens,
             page_size=16,
-            max_extra_tokens=self.shape.text_rows,
+            max_extra_tokens=self._extra_rows,
         )
         shape = self.paged.geometry.kv_shape(self.dtype)
         return KVManager(geometry, shape, dtype=self.dtype, device=self.device)
@@ -136,19 +140,19 @@ class FamilyBenchmark:
         _, *patch = self.paged.geometry.patch_size
         grid = (latent_size[0] // patch[0], latent_size[1] // patch[1])
         rotary = self.paged.make_rope(**self.shape.rope)([list(range(first, first + frames))], *grid, self.device)
-        arguments = self._arguments(frames)
+        arguments = self._arguments(first, frames)
         for _ in range(steps + 1):
-            context = PagedForwardContext([branch], num_tokens=frames * self._tokens, num_extra=self.shape.text_rows)
+            context = PagedForwardContext([branch], num_tokens=frames * self._tokens, num_extra=self._extra_rows)
             with self.paged, context, self.paged.bind(context, rotary):
                 self.transformer(**arguments, return_dict=False)
         context.mark_committed()
 
     def _recompute(self, frames: int) -> None:
-        arguments = self._arguments(frames)
+        arguments = self._arguments(0, frames)
         for _ in range(self.options.steps):
             self.transformer(**arguments, return_dict=False)
 
-    def _arguments(self, frames: int) -> Any:
+    def _arguments(self, first: int, frames: int) -> Any:
         config = self.transformer.config
         channels = config.get("in_channels") or config["in_visual_dim"]
         generator = torch.Generator(self.device).manual_seed(1)
@@ -158,7 +162,7 @@ class FamilyBenchmark:
 
         frames *= self.paged.geometry.patch_size[0]
         latents = place(1, channels, frames, *self.shape.size(tiny=self.options.tiny))
-        return self.shape.inputs(self.transformer, latents, self.shape.text_len, place)
+        return self.shape.inputs(self.transformer, Chunk(latents, first, self.shape.text_len, place))
 
     def _time(self, call: Callable[[], object]) -> float:
         clock, times = Clock(self.device), []

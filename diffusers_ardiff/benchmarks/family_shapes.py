@@ -1,20 +1,34 @@
 """Transformers of each family at the sizes of a published model, and what a call of them takes. Weights are random.
 
-An input function takes (transformer, latents (1, channels, frames, height, width), text_len, place) and returns the
-arguments of a call; ``place(*size)`` is a random tensor of the model's dtype, on its device.
+An input function takes the transformer and a ``Chunk`` and returns the arguments of a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
 
-Place = Callable[..., torch.Tensor]
 Arguments = Mapping[str, Any]
+
+
+class Chunk(NamedTuple):
+    """What a call is about.
+
+    Attributes:
+        latents: (1, channels, frames, height, width).
+        first: absolute frame of the first one.
+        text_len: rows of the prompt.
+        place: ``place(*size)`` is a random tensor of the model's dtype, on its device.
+    """
+
+    latents: torch.Tensor
+    first: int
+    text_len: int
+    place: Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +42,7 @@ class FamilyShape:
         inputs: makes the arguments of a call.
         text_rows: of joint attention, all of them no padding; 0: the family has none.
         text_len: rows of the prompt.
+        reference: whether every forward begins with a picture's frame, as extra rows.
         rope: options of ``make_rope``.
     """
 
@@ -37,9 +52,10 @@ class FamilyShape:
     height: int
     width: int
     tiny_size: tuple[int, int] = (4, 6)
-    inputs: Callable[[Any, torch.Tensor, int, Place], Arguments]
+    inputs: Callable[[Any, Chunk], Arguments]
     text_len: int
     text_rows: int = 0
+    reference: bool = False
     rope: dict[str, Any] = field(default_factory=dict)
 
     def build(self, *, tiny: bool) -> Any:
@@ -56,7 +72,8 @@ def _times(latents: torch.Tensor) -> torch.Tensor:
     return torch.full((1,), 500.0, device=latents.device)
 
 
-def _wan(transformer: Any, latents: torch.Tensor, text_len: int, place: Place) -> Arguments:
+def _wan(transformer: Any, chunk: Chunk) -> Arguments:
+    latents, text_len, place = chunk.latents, chunk.text_len, chunk.place
     config = transformer.config
     arguments: dict[str, Any] = {
         "hidden_states": latents,
@@ -68,7 +85,21 @@ def _wan(transformer: Any, latents: torch.Tensor, text_len: int, place: Place) -
     return arguments
 
 
-def _ltx(transformer: Any, latents: torch.Tensor, text_len: int, place: Place) -> Arguments:
+def _wan_animate(transformer: Any, chunk: Chunk) -> Arguments:
+    config, (_, _, frames, height, width) = transformer.config, chunk.latents.shape
+    picture = chunk.place(1, config.in_channels, 1, height, width)
+    face, begin = config.motion_encoder_size, 4 * max(chunk.first - 2, 0)
+    num_faces = 4 * (chunk.first + frames - 1) + 1 - begin
+    return {
+        **_wan(transformer, chunk),
+        "hidden_states": torch.cat([picture, chunk.latents], dim=2),
+        "pose_hidden_states": chunk.place(1, config.latent_channels, frames, height, width),
+        "face_pixel_values": chunk.place(1, 3, num_faces, face, face),
+    }
+
+
+def _ltx(transformer: Any, chunk: Chunk) -> Arguments:
+    latents, text_len, place = chunk.latents, chunk.text_len, chunk.place
     text = place(1, text_len, transformer.config.caption_channels)
     frames, height, width = latents.shape[2:]
     arguments = {
@@ -87,12 +118,14 @@ def _ltx(transformer: Any, latents: torch.Tensor, text_len: int, place: Place) -
     return {**arguments, **audio, **texts}
 
 
-def _cosmos(transformer: Any, latents: torch.Tensor, text_len: int, place: Place) -> Arguments:
+def _cosmos(transformer: Any, chunk: Chunk) -> Arguments:
+    latents, text_len, place = chunk.latents, chunk.text_len, chunk.place
     text = place(1, text_len, transformer.config.text_embed_dim)
     return {"hidden_states": latents, "timestep": _times(latents), "encoder_hidden_states": text, "fps": 16}
 
 
-def _cogvideox(transformer: Any, latents: torch.Tensor, text_len: int, place: Place) -> Arguments:
+def _cogvideox(transformer: Any, chunk: Chunk) -> Arguments:
+    latents, text_len, place = chunk.latents, chunk.text_len, chunk.place
     grid = (latents.shape[3] // 2, latents.shape[4] // 2)
     rotary = diffusers.models.embeddings.get_3d_rotary_pos_embed(
         transformer.config.attention_head_dim, ((0, 0), grid), grid, latents.shape[2], device=latents.device
@@ -105,7 +138,8 @@ def _cogvideox(transformer: Any, latents: torch.Tensor, text_len: int, place: Pl
     }
 
 
-def _hunyuan(transformer: Any, latents: torch.Tensor, text_len: int, place: Place) -> Arguments:
+def _hunyuan(transformer: Any, chunk: Chunk) -> Arguments:
+    latents, text_len, place = chunk.latents, chunk.text_len, chunk.place
     config = transformer.config
     arguments: dict[str, Any] = {
         "hidden_states": latents,
@@ -127,7 +161,8 @@ def _hunyuan(transformer: Any, latents: torch.Tensor, text_len: int, place: Plac
     }
 
 
-def _kandinsky(transformer: Any, latents: torch.Tensor, text_len: int, place: Place) -> Arguments:
+def _kandinsky(transformer: Any, chunk: Chunk) -> Arguments:
+    latents, text_len, place = chunk.latents, chunk.text_len, chunk.place
     frames, height, width = latents.shape[2:]
     axes = (frames, height // 2, width // 2)
     return {
@@ -169,6 +204,20 @@ FAMILY_SHAPES: dict[str, FamilyShape] = {
         width=104,
         inputs=_wan,
         text_len=512,
+    ),
+    "wan-animate": FamilyShape(
+        model="WanAnimateTransformer3DModel",
+        tiny={
+            **_TINY_WAN, "latent_channels": 4, "in_channels": 12, "out_channels": 4, "image_dim": 4,
+            "added_kv_proj_dim": None, "motion_encoder_size": 16, "motion_style_dim": 8, "motion_dim": 4,
+            "motion_encoder_dim": 16, "face_encoder_hidden_dim": 16, "face_encoder_num_heads": 2,
+            "inject_face_latents_blocks": 2,
+        },
+        height=60,
+        width=104,
+        inputs=_wan_animate,
+        text_len=512,
+        reference=True,
     ),
     "chronoedit": FamilyShape(
         model="ChronoEditTransformer3DModel",
