@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from counting import CountingBackend, op_calls
@@ -245,6 +246,18 @@ def test_each_model_fits_one_family() -> None:
     assert found == {name: clones.get(name, name.removesuffix("-1.5") if "cog" in name else name) for name in FAMILIES}
     others = {"wan-animate"}  # test_wan_animate.py
     assert set(found.values()) | others == {family.name for family in list_families()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AnyFlow", "AnyFlowFAR", "Helios", "MotifVideo", "Kandinsky6SR", "SanaWMLTX2Refiner", "SanaVideo", "Mochi"],
+)
+def test_look_alikes_are_told_apart(name: str) -> None:
+    """Models with the same attention modules as a family, and something else beside: they were attached."""
+    with torch.device("meta"):
+        transformer = getattr(diffusers, f"{name}Transformer3DModel")()
+    with pytest.raises(TypeError, match="built like no transformer that paged attention knows"):
+        attach_paged_attention(transformer)
 
 
 def test_missing_parts_are_listed_the_closest_family_first() -> None:

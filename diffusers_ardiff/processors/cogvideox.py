@@ -53,6 +53,7 @@ class CogVideoXFamily(TransformerFamily):
 
     name = "cogvideox"
     parts = ("transformer_blocks", "patch_embed.text_proj", "time_embedding", "norm_final", "config")
+    absent = ("config.LFE_id_dim",)  # ConsisID, whose blocks look at a face too
     stacks = (Stack(blocks="transformer_blocks", self_attn="attn1", parts=_ATTN_PARTS),)
 
     def refusals(self, transformer: Any) -> list[str]:

@@ -75,6 +75,7 @@ class HunyuanVideoFamily(TransformerFamily):
     parts: ClassVar[tuple[str, ...]] = (
         "transformer_blocks", "rope", "x_embedder", "context_embedder", "time_text_embed", "config",
     )  # fmt: skip
+    absent: ClassVar[tuple[str, ...]] = ("config.num_decoder_layers",)  # Motif-Video, which also attends to text alone
     stacks: ClassVar[tuple[Stack, ...]] = (
         Stack(blocks="transformer_blocks", self_attn="attn", parts=_DUAL_PARTS),
         Stack(blocks="single_transformer_blocks", self_attn="attn", parts=_SINGLE_PARTS),

@@ -56,7 +56,10 @@ class KandinskyFamily(TransformerFamily):
     """Kandinsky 5 video."""
 
     name = "kandinsky5"
-    parts = ("visual_transformer_blocks", "visual_rope_embeddings.axes_dims", "visual_embeddings", "config")
+    parts = (
+        "visual_transformer_blocks", "text_transformer_blocks", "visual_rope_embeddings.axes_dims", "visual_embeddings",
+        "config",
+    )  # fmt: skip
     stacks = (Stack(blocks="visual_transformer_blocks", self_attn="self_attention", parts=_ATTN_PARTS),)
 
     def heads(self, attn: Any) -> tuple[int, int]:

@@ -189,6 +189,7 @@ class LTX2Family(TransformerFamily):
 
     name = "ltx2"
     parts = ("transformer_blocks", "rope", "proj_in", "audio_proj_in", "audio_rope", "time_embed", "config")
+    absent = ("build_rotary_emb_for_absolute_positions",)  # the refiner of SANA-WM, which keeps keys of its own
     stacks = (Stack(blocks="transformer_blocks", self_attn="attn1", parts=(*_ATTN_PARTS, "rope_type")),)
     checks_calls = True
 

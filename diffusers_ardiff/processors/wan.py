@@ -145,7 +145,8 @@ class WanFamily(TransformerFamily):
         Stack(blocks="blocks", self_attn="attn1", cross_attn="attn2", parts=ATTN_PARTS),
         Stack(blocks="vace_blocks", self_attn="attn1", cross_attn="attn2", parts=ATTN_PARTS, optional=True),
     )
-    absent: ClassVar[tuple[str, ...]] = ("face_encoder",)
+    # Wan-Animate has an adapter of its own; Helios brings its history along as tokens; AnyFlow rotates complex numbers.
+    absent: ClassVar[tuple[str, ...]] = ("face_encoder", "patch_short", "config.deltatime_type")
     rope_module = "rope"
 
     def heads(self, attn: Any) -> tuple[int, int]:

@@ -77,7 +77,7 @@ class WanAnimateFamily(WanFamily):
 
     name = "wan-animate"
     parts = ("blocks", "rope", "condition_embedder", "face_encoder.conv1_local", "pose_patch_embedding", "config")
-    absent = ()
+    absent = ("config.deltatime_type",)
     stacks = (Stack(blocks="blocks", self_attn="attn1", cross_attn="attn2", parts=ATTN_PARTS),)
     checks_calls = True
 
