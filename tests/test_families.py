@@ -113,6 +113,20 @@ def test_nothing_stays_bound_after_a_forward(family: Family) -> None:
     assert torch.equal(family.run(transformer, latents, 500), expected)
 
 
+@pytest.mark.parametrize("name", ["cogvideox", "ltx", "wan-vace"])
+def test_fused_projections(name: str) -> None:
+    """One projection for query, key and value, as diffusers fuses them: the same chunks, before and after."""
+    family = FAMILIES[name]
+    outs = []
+    for fused in (False, True):
+        transformer = family.make()
+        if fused:
+            transformer.fuse_qkv_projections()
+        run = FamilyRun(family, transformer, 1, 3)
+        outs.append(torch.cat([run.forward(family.latents(1, seed=n), 500) for n in range(5)], family.frame_dim))
+    assert relative_error(outs[1], outs[0]) < 1e-5
+
+
 class Repeated:
     """A transformer whose arguments of one row are given to two."""
 
