@@ -10,6 +10,7 @@ python scripts/benchmark.py chunk --preset wan-1.3b --windows 3+9 0+21 --output 
 python scripts/benchmark.py rollout --model wan-1.3b --sink-frames 3 --window-frames 9 --baseline dense-roll
 python scripts/benchmark.py decode --output out/decode.json
 python scripts/benchmark.py sessions --output out/sessions.json
+python scripts/benchmark.py family --families ltx cosmos --output out/families.json
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from diffusers_ardiff.benchmarks.commands import (
     add_rollout_command,
     add_sessions_command,
 )
+from diffusers_ardiff.benchmarks.family import add_family_command
 from diffusers_ardiff.doctor import DTYPES, examine
 
 PRESETS = {"anchors": anchor_cases, "order": order_cases}
@@ -70,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     add_decode_command(commands)
     add_plot_command(commands)
     add_sessions_command(commands)
+    add_family_command(commands)
     options = parser.parse_args()
     if options.command == "op" and options.write_only and options.plot is not None:
         op.error("--plot draws attention times; leave it out with --write-only")

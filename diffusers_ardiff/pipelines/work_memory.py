@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..processors.wan import HostSettings, _project_out, _project_qkv
+from ..processors.base import HostSettings, project_out, project_qkv
 from ..rope import Rotary, apply_rotary
 from .light_decoder import LightDecoder
 from .light_stream import LightDecodeStream
@@ -122,14 +122,14 @@ class _ShapeOnlyAttn(HostSettings):
     ) -> torch.Tensor:
         if encoder_hidden_states is not None:
             query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-            return _project_out(attn, torch.empty_like(query))
-        query, key, value = _project_qkv(attn, hidden_states)
+            return project_out(attn, torch.empty_like(query))
+        query, key, value = project_qkv(attn, hidden_states)
         query = attn.norm_q(query).unflatten(2, (attn.heads, -1))
         key = attn.norm_k(key).unflatten(2, (attn.heads, -1))
         value = value.unflatten(2, (attn.heads, -1))
         if rotary_emb is not None:
             query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
-        return _project_out(attn, torch.empty_like(query))
+        return project_out(attn, torch.empty_like(query))
 
 
 @lru_cache(maxsize=64)
