@@ -27,6 +27,8 @@ PUBLISHED = {
     "causal-forcing-framewise-2step": (1, 0, None, 21, (1000.0, 500.0), None, 5.0, True),
     "causvid": (3, 0, None, 21, (1000.0, 757.0, 522.0), None, 8.0, False),
     "longlive": (3, 3, window_from_peer(12, 3), None, FOUR_STEPS, None, 5.0, True),
+    "longlive-2": (8, 8, window_from_peer(32, 8), None, FOUR_STEPS, None, 5.0, True),
+    "reward-forcing": (3, 3, window_from_peer(9, 3), None, FOUR_STEPS, None, 5.0, True),
     "self-forcing": (3, 0, window_from_peer(-1, 0), 21, FOUR_STEPS, None, 5.0, True),
 }
 
@@ -51,7 +53,7 @@ def test_published_numbers(name: str) -> None:
     assert recipe.name == name
     assert numbers == PUBLISHED[name]
     assert (recipe.fps, recipe.guidance_scale, recipe.commit_timestep, recipe.rope_policy) == (
-        16,
+        24 if name == "longlive-2" else 16,
         1.0,
         0.0,
         "absolute",
