@@ -13,6 +13,7 @@ from ..attention import WriteChoice, check_write_name, choose_write, fused_write
 from ..cache import KVShape, TextKV
 from ..context import ForwardInputs
 from ..rope import Rotary
+from .offloaded import parts_onloaded
 from .wan import HostSettings, PagedWanCrossAttnProcessor, PagedWanSelfAttnProcessor, norm_refusals, project_text
 
 _ATTN_PARTS = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k", "heads", "set_processor")
@@ -265,23 +266,15 @@ class PagedAttachment:
             image_embeds: (rows, image_len, image_dim) where the model has an image embedder.
 
         Returned whole or not at all, so a failure leaves whatever a session held before.
-
-        Raises:
-            NotImplementedError: diffusers moves whole blocks to the device when they are called (block-level group
-                offloading), and here only parts of them are.
         """
-        if any(_is_offloaded_whole(block) for block in self.transformer.blocks):
-            raise NotImplementedError(
-                "text K/V are computed by parts of the blocks, which block-level group offloading leaves off the device; "
-                "use enable_group_offload(offload_type='leaf_level')."
-            )
         hook = getattr(self.transformer, "_hf_hook", None)
         if hook is not None:
             hook.pre_forward(self.transformer)
-        embedder = self.transformer.condition_embedder
-        text_states = embedder.text_embedder(prompt_embeds.to(self.transformer.dtype))
-        image_states = None if image_embeds is None else embedder.image_embedder(image_embeds)
-        return TextKV(tuple(project_text(attn2, text_states, image_states) for _, attn2 in self._attn))
+        with parts_onloaded(self.transformer):
+            embedder = self.transformer.condition_embedder
+            text_states = embedder.text_embedder(prompt_embeds.to(self.transformer.dtype))
+            image_states = None if image_embeds is None else embedder.image_embedder(image_embeds)
+            return TextKV(tuple(project_text(attn2, text_states, image_states) for _, attn2 in self._attn))
 
 
 def attach_paged_attention(
@@ -308,13 +301,6 @@ def attach_paged_attention(
     attachment = PagedAttachment(transformer, backend=backend, write=write)
     attachment._swap_in()
     return attachment
-
-
-def _is_offloaded_whole(block: Any) -> bool:
-    registry = getattr(block, "_diffusers_hook", None)
-    hook = registry.get_hook("group_offloading") if registry is not None else None
-    # Leaf-level offloading hooks a block too, for its own parameters only.
-    return hook is not None and any(module is block for module in hook.group.modules)
 
 
 def _wan_blocks(transformer: Any) -> list[Any]:
