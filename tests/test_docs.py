@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import re
 import runpy
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +103,6 @@ def live_names() -> dict[str, Any]:
             Websocket.sent += 1
             assert data.shape[2:] == (64, 64, 3)
 
-    import threading
-
     def show_all(stream: Any) -> None:
         with stream:
             for _ in range(2):
@@ -136,6 +135,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         return
     monkeypatch.chdir(tmp_path)
     names = names_of(page.name)
+    before = set(threading.enumerate())
     for block in runnable:
         if page.name == "sessions.md" and "session.snapshot()" in block.code:
             names["session"] = names["stream"].rollout.sessions[0]
@@ -143,6 +143,9 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         if page.name == "attach.md" and "full_attn_spans" in block.code:
             names |= masked_names(names)
         run(block, page, names)
+        for thread in set(threading.enumerate()) - before:
+            if not thread.daemon:
+                thread.join()
 
 
 def masked_names(names: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +156,9 @@ def masked_names(names: dict[str, Any]) -> dict[str, Any]:
     shape = names["paged"].geometry.kv_shape(torch.float32)
     manager = manager_type(geometry, shape, dtype=torch.float32, device="cpu", max_sessions=3)
     branch, first, second = (manager.open_session().branch() for _ in range(3))
+    with names["PagedForwardContext"]([second], num_tokens=128) as forward:  # its span lies after 128 tokens
+        forward.mark_written()
+    forward.mark_committed()
     return {"branch": branch, "first": first, "second": second}
 
 
