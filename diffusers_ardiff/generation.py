@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from .pipelines import ARDiffusionPipeline, CacheOptions, PromptSwitch
 from .validation import check_int
+from .video_formats import FORMATS
 from .video_io import Frames, VideoWriter, read_image, read_video, save_contact_sheet
 
 SHEET_FRAMES = 27
@@ -26,11 +27,11 @@ class GenerationRequest:
 
     Args:
         prompts: at least one.
-        output: an .mp4 file; several prompts give ``NAME-000.mp4``, ``NAME-001.mp4``, ...
+        output: an .mp4, .webm or .gif file; several prompts give ``NAME-000.mp4``, ``NAME-001.mp4``, ...
         num_frames: pixel frames of each video, a given image or video included; None: the recipe's.
         height, width: pixels; None: the recipe's.
         seed: of the first prompt; the next ones count on from it.
-        image, video: file whose frame, or frames, the video begins with.
+        image, video: file (for a video, also a folder of pictures) whose frame, or frames, the video begins with.
         switches: prompt changes on the way.
         fps: of the file; None: the recipe's.
         limit_bytes: refuse to allocate more for a video's cache and decoder.
@@ -56,8 +57,8 @@ class GenerationRequest:
             raise ValueError(f"every prompt needs some text, got {list(self.prompts)}.")
         if self.num_frames is not None:
             check_int("num_frames", self.num_frames, minimum=1)
-        if self.output.suffix.lower() != ".mp4":
-            raise ValueError(f"the output must be an .mp4 file, got {self.output.name!r}.")
+        if self.output.suffix.lower() not in FORMATS:
+            raise ValueError(f"the output must be a file ending in {', '.join(FORMATS)}, got {self.output.name!r}.")
         if self.fps is not None and not self.fps > 0:
             raise ValueError(f"fps must be above 0, got {self.fps}.")
         if self.image is not None and self.video is not None:
@@ -118,7 +119,8 @@ def _given_frames(request: GenerationRequest) -> dict[str, Any]:
     if request.image is not None:
         return {"image": Image.fromarray(read_image(request.image))}
     if request.video is not None:
-        frames, _ = read_video(request.video)
+        # A folder of pictures has no rate; its pictures are the frames.
+        frames, _ = read_video(request.video, fps=16 if request.video.is_dir() else None)
         return {"video": [Image.fromarray(frame) for frame in frames]}
     return {}
 

@@ -35,7 +35,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output",
         type=Path,
         default=Path("video.mp4"),
-        help=".mp4; several prompts add a number (default: %(default)s)",
+        help=".mp4, .webm or .gif; several prompts add a number (default: %(default)s)",
     )
     parser.add_argument("--num-frames", type=int, help="pixel frames of a video (default: the recipe's)")
     parser.add_argument("--height", type=int, help="pixels (default: the recipe's)")
@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seed", type=int, default=0, help="of the first video; the next ones count on (default: %(default)s)"
     )
     parser.add_argument("--image", type=Path, help="image file the video begins with")
-    parser.add_argument("--video", type=Path, help="video file to continue, 1 + 4n frames")
+    parser.add_argument("--video", type=Path, help="video file or folder of pictures to continue, 1 + 4n frames")
     parser.add_argument(
         "--switch",
         nargs=2,

@@ -29,6 +29,8 @@ PUBLISHED = {
     "krea": (3, 1, 5, None, FOUR_STEPS, None, 5.0, True),
     "longlive": (3, 3, window_from_peer(12, 3), None, FOUR_STEPS, None, 5.0, True),
     "rolling-forcing": (3, 3, 6, None, (1000.0, 800.0, 600.0, 400.0, 200.0), None, 5.0, True),
+    "longlive-2": (8, 8, window_from_peer(32, 8), None, FOUR_STEPS, None, 5.0, True),
+    "reward-forcing": (3, 3, window_from_peer(9, 3), None, FOUR_STEPS, None, 5.0, True),
     "self-forcing": (3, 0, window_from_peer(-1, 0), 21, FOUR_STEPS, None, 5.0, True),
 }
 
@@ -55,7 +57,8 @@ def test_published_numbers(name: str) -> None:
     )
     assert recipe.name == name
     assert numbers == PUBLISHED[name]
-    assert (recipe.fps, recipe.guidance_scale, recipe.commit_timestep) == (16, 1.0, 0.0)
+    fps = 24 if name == "longlive-2" else 16
+    assert (recipe.fps, recipe.guidance_scale, recipe.commit_timestep) == (fps, 1.0, 0.0)
     how = (recipe.context_mode, recipe.clean_last_step, recipe.rope_policy, recipe.rope_limit_frames)
     assert how == HOW.get(name, ("commit", False, "absolute", None))
     assert recipe.source

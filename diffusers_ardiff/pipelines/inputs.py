@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
 from ..cache import KVManager
-from ..recipes import Recipe
+from ..recipes import RECIPE_FIELDS, Recipe
 from ..validation import check_int
 from .control import MAX_PENDING_EVENTS
 from .frames import (
@@ -226,6 +226,7 @@ class CallArguments:
     num_frames: int | None = None
     num_videos_per_prompt: int = 1
     recipe: str | Mapping[str, Any] | Recipe | None = None
+    recipe_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     guidance_scale: float | None = None
     generator: torch.Generator | list[torch.Generator] | None = None
     latents: torch.Tensor | None = None
@@ -280,10 +281,17 @@ def call_arguments(method: str, **arguments: Any) -> CallArguments:
     Raises:
         TypeError: an unknown name; the message has a close one, or all that are known.
     """
-    known = [field.name for field in dataclasses.fields(CallArguments)]
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."
+    names = [field.name for field in dataclasses.fields(CallArguments) if field.name != "recipe_fields"]
+    check_recipe_fields(method, [name for name in arguments if name not in names], known=names)
+    fields = {name: value for name, value in arguments.items() if name not in names}
+    return CallArguments(**{n: v for n, v in arguments.items() if n in names}, recipe_fields=fields)
+
+
+def check_recipe_fields(method: str, given: Iterable[str], *, known: Iterable[str] = ()) -> None:
+    """Raise TypeError for a name that is no field of a recipe; the message has a close one, or all that are known."""
+    names = [*known, *RECIPE_FIELDS]
+    for name in given:
+        if name not in RECIPE_FIELDS:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
             raise TypeError(f"{method}() got an unexpected argument {name!r}; {hint}")
-    return CallArguments(**arguments)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..cache import KVManager
-from ..recipes import Recipe, load_recipe
+from ..recipes import Recipe, load_recipe, override_recipe
 from ..validation import check_int
 from .checks import check_components, check_embeds, check_given_latents
 from .decoding import DecodeStream
@@ -80,7 +80,7 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
         MemoryLimitError: the plan is larger than ``CacheOptions.limit_bytes``.
     """
     a = arguments
-    recipe = load_recipe(a.recipe if a.recipe is not None else pipeline.recipe)
+    recipe = override_recipe(load_recipe(a.recipe if a.recipe is not None else pipeline.recipe), a.recipe_fields)
     scale = check_guidance(recipe.guidance_scale if a.guidance_scale is None else a.guidance_scale)
     num_videos = _count_videos(a)
     schedule = sorted_schedule(a.prompt_schedule, num_videos)

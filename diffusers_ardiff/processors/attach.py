@@ -14,6 +14,7 @@ from ..context import ForwardInputs
 from ..rope import Rotary
 from .base import HostSettings, PagedSelfAttnProcessor
 from .family import RopeFunction, TransformerGeometry, find_family
+from .offloaded import parts_onloaded
 
 
 class OffsetRope(torch.nn.Module):
@@ -274,18 +275,13 @@ class PagedAttachment:
         Returned whole or not at all, so a failure leaves whatever a session held before.
 
         Raises:
-            NotImplementedError: the family computes them in every forward; or diffusers moves whole blocks to the device when they are called (block-level group
-                offloading), and here only parts of them are.
+            NotImplementedError: the family computes them in every forward.
         """
-        if any(_is_offloaded_whole(block) for block in self.family.blocks(self.transformer)):
-            raise NotImplementedError(
-                "text K/V are computed by parts of the blocks, which block-level group offloading leaves off the device; "
-                "use enable_group_offload(offload_type='leaf_level')."
-            )
         hook = getattr(self.transformer, "_hf_hook", None)
         if hook is not None:
             hook.pre_forward(self.transformer)
-        return self.family.compute_text_kv(self.transformer, prompt_embeds, image_embeds)
+        with parts_onloaded(self.transformer):
+            return self.family.compute_text_kv(self.transformer, prompt_embeds, image_embeds)
 
 
 def attach_paged_attention(
@@ -313,10 +309,3 @@ def attach_paged_attention(
     attachment = PagedAttachment(transformer, backend=backend, write=write)
     attachment._swap_in()
     return attachment
-
-
-def _is_offloaded_whole(block: Any) -> bool:
-    registry = getattr(block, "_diffusers_hook", None)
-    hook = registry.get_hook("group_offloading") if registry is not None else None
-    # Leaf-level offloading hooks a block too, for its own parameters only.
-    return hook is not None and any(module is block for module in hook.group.modules)

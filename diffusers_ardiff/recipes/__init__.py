@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ..rope_policies import ROPE_POLICIES
+from .overrides import RECIPE_FIELDS, override_recipe
 from .recipe import Recipe, window_from_peer
 
-__all__ = ["ROPE_POLICIES", "Recipe", "list_recipes", "load_recipe", "window_from_peer"]
+__all__ = [
+    "RECIPE_FIELDS",
+    "ROPE_POLICIES",
+    "Recipe",
+    "list_recipes",
+    "load_recipe",
+    "override_recipe",
+    "window_from_peer",
+]
 
 
 def list_recipes() -> list[str]:
