@@ -82,4 +82,5 @@ def _palette_frame(image: NDArray[np.uint8]) -> av.VideoFrame:
     found = np.array(picture.getpalette(), dtype=np.uint8).reshape(-1, 3)
     colours[: len(found), 1:] = found
     colours[:, 0] = 255
-    return av.VideoFrame.from_ndarray((np.asarray(picture), colours), format="pal8")
+    indices_and_palette: Any = (np.asarray(picture), colours)
+    return av.VideoFrame.from_ndarray(indices_and_palette, format="pal8")

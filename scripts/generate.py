@@ -57,6 +57,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blend-chunks", type=int, default=0, help="chunks that a blend takes, at least 1 for it")
     parser.add_argument("--model", default="tiny", help="built-in model, diffusers folder or hub id (default: tiny)")
     parser.add_argument("--checkpoint", help="original-layout weights to load over the model")
+    parser.add_argument("--lora", help="LoRA file that belongs to the checkpoint, merged into it")
     parser.add_argument("--recipe", help=f"a .json file or one of {', '.join(list_recipes())} (default: the model's)")
     parser.add_argument("--fps", type=float, help="of the file (default: the recipe's)")
     parser.add_argument(
@@ -98,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             fps=args.fps,
             limit_bytes=args.limit_bytes,
         )
-        pipeline = load_pipeline(args.model, state.device, recipe=args.recipe, checkpoint=args.checkpoint)
+        pipeline = load_pipeline(
+            args.model, state.device, recipe=args.recipe, checkpoint=args.checkpoint, lora=args.lora
+        )
         written = generate_videos(pipeline, request, state)
     except (ValueError, TypeError, OSError, MemoryLimitError) as error:
         print(f"error: {error}", file=sys.stderr)

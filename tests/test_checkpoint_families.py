@@ -13,10 +13,11 @@ import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from published_layouts import LORA_RANK, make_lora, rename_class, write_file, write_lora
 from safetensors.torch import load_file, save_file
+from test_checkpoints import to_original
 from test_oracle_rollout import FILES, MAX_RELATIVE_ERROR, oracle_recipe, read_oracle, run_oracle
 from tiny_components import QUICK, latents_of, make_components, make_transformer
 
-from diffusers_ardiff import ARDiffusionPipeline
+from diffusers_ardiff import ARDiffusionPipeline, load_ar_checkpoint
 from diffusers_ardiff.checkpoints import FAMILIES, CheckpointFamily, ar_lora_state_dict, infer_transformer_config
 from diffusers_ardiff.checkpoints.lora import read_lora
 from diffusers_ardiff.conversion import ConvertOptions, convert_checkpoint
@@ -118,6 +119,15 @@ def test_round_trip(family: CheckpointFamily, tmp_path: Path) -> None:
     assert torch.equal(latents_of(load(tmp_path / "second"), recipe=None), latents_of(first))
 
 
+@pytest.mark.parametrize("family", FILE_FAMILIES, ids=ids(FILE_FAMILIES))
+def test_reference_weights_of_a_file_with_both(family: CheckpointFamily, tmp_path: Path) -> None:
+    """Where averaged and raw weights lie in one file, the family says which ones its authors show."""
+    weights = {f"{family.prefix}{to_original(n)}": w for n, w in make_transformer().state_dict().items()}
+    torch.save({"generator": weights, "generator_ema": weights}, tmp_path / "both.pt")
+    report = load_ar_checkpoint(make_transformer(), tmp_path / "both.pt", use_ema=family.use_ema)
+    assert report.wrapper_key == ("generator_ema" if family.use_ema else "generator")
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=ids(FAMILIES))
 def test_recipe(family: CheckpointFamily) -> None:
     if family.recipe in AWAITED - set(list_recipes()):
@@ -141,8 +151,6 @@ def test_parity(family: CheckpointFamily, oracle: str, tmp_path: Path) -> None:
     sizes = infer_transformer_config(original, attention_head_dim=config["head_dim"])
     transformer = WanTransformer3DModel(**sizes)
     save_file({f"model.{name}": tensor for name, tensor in original.items()}, tmp_path / "oracle.safetensors")
-    from diffusers_ardiff import load_ar_checkpoint
-
     load_ar_checkpoint(transformer, tmp_path / "oracle.safetensors")
     weights = {name: weight.clone() for name, weight in transformer.state_dict().items()}
     WanPipeline(**make_components(transformer=transformer)).save_pretrained(tmp_path / "base")
@@ -327,6 +335,20 @@ class TestUnknownClass:
     def test_other_unknown_classes(self, folder: Path, name: str) -> None:
         rename_class(folder, name)
         with pytest.raises(ValueError, match=rf"names the transformer class '{name}', which diffusers"):
+            load(folder)
+
+    @pytest.mark.parametrize("name", ["AnyFlowFARTransformer3DModel", "AnyFlowTransformer3DModel"])
+    def test_anyflow_belongs_to_diffusers(self, folder: Path, name: str) -> None:
+        """diffusers has the class, so without a word the first call would fail on a missing method."""
+        rename_class(folder, name)
+        with pytest.raises(ValueError, match=rf"holds an {name}, .*AnyFlowFARPipeline"):
+            load(folder)
+
+    def test_classes_of_other_libraries_are_left_to_diffusers(self, folder: Path) -> None:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+        index["transformer"] = ["their_package", "CausalWanTransformer3DModel"]
+        (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+        with pytest.raises((ValueError, ImportError, AttributeError), match="their_package"):
             load(folder)
 
     @pytest.mark.parametrize("argument", ["device_map", "quantization_config"])

@@ -236,3 +236,14 @@ def test_base_from_the_hub_leaves_its_transformer_weights(monkeypatch: pytest.Mo
     assert "transformer*/*.safetensors" in seen["ignore_patterns"]
     assert fetch_base("./a/b") == "./a/b" and fetch_base("tiny").endswith("builtin/tiny")
     assert sys.modules["huggingface_hub"] is huggingface_hub
+
+
+def test_generate_script_takes_checkpoint_and_lora(tmp_path: Path) -> None:
+    published = Published(BY_NAME["LongLive"], tmp_path)
+    main = runpy.run_path(str(SCRIPT.with_name("generate.py")))["main"]
+    options = ["--model", published.base, "--checkpoint", published.checkpoint, "--num-frames", "5"]
+    options += ["--height", "32", "--width", "48", "--recipe", "longlive"]
+    for name, lora in (("with", ["--lora", published.lora]), ("without", [])):
+        command = ["a circle", *options, *lora, "--output", tmp_path / f"{name}.mp4"]
+        assert main([str(part) for part in command]) == 0
+    assert (tmp_path / "with.mp4").read_bytes() != (tmp_path / "without.mp4").read_bytes()

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_families import FAMILIES, TEXT_DIM, TEXT_LEN
 from tiny_wan import HEIGHT, WIDTH, latents_of, text_of, tiny_transformer
 
-from diffusers_ardiff import ARDiffusionPipeline
+from diffusers_ardiff import ARDiffusionPipeline, StreamBatch
+from diffusers_ardiff.processors import family
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,6 +28,7 @@ NOT_RUN = {
     "README.md": [["download", "gpu"]],
     "checkpoints.md": [["download"], ["download"]],
     "decoding.md": [["gpu"], ["download"]],
+    "recipes.md": [["download"]],
     "speed.md": [["gpu"], ["gpu"]],
 }
 """Blocks that are not run here, by page, in order."""
@@ -65,7 +68,13 @@ def run(block: Block, page: Path, names: dict[str, Any]) -> None:
 
 def names_of(page: str) -> dict[str, Any]:
     """What a page says it takes as given."""
-    make = {"attach.md": attach_names, "live.md": live_names, "sessions.md": session_names, "decoding.md": shown_names}
+    make = {
+        "attach.md": attach_names,
+        "decoding.md": shown_names,
+        "families.md": family_names,
+        "live.md": live_names,
+        "sessions.md": session_names,
+    }
     return make.get(page, lambda: {"show": lambda frames: None})()
 
 
@@ -92,6 +101,16 @@ def attach_names() -> dict[str, Any]:
         "zero_timestep": torch.zeros(1),
         "max_frames": 12,
         "n": 192,
+    }
+
+
+def family_names() -> dict[str, Any]:
+    """A tiny LTX transformer and what its loop needs."""
+    return {
+        "transformer": FAMILIES["ltx"].make(),
+        "prompt_embeds": torch.randn(1, TEXT_LEN, TEXT_DIM),
+        "prompt_mask": torch.ones(1, TEXT_LEN, dtype=torch.long),
+        **{"num_chunks": 2, "height": 4, "width": 6, "channels": 4, "dtype": torch.float32, "device": "cpu"},
     }
 
 
@@ -123,6 +142,10 @@ def session_names() -> dict[str, Any]:
         "pipe": tiny_pipe(),
         "seed": torch.Generator().manual_seed(0),
         "another_seed": torch.Generator().manual_seed(1),
+        "StreamBatch": StreamBatch,
+        "num_chunks": 2,
+        "show": lambda stream, frames: None,
+        "user_typed_something": True,
     }
 
 
@@ -134,6 +157,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         assert blocks(page) == [] or page.name in NOT_RUN
         return
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(family, "_families", dict(family._families))  # a page registers one of its own
     names = names_of(page.name)
     before = set(threading.enumerate())
     for block in runnable:

@@ -158,7 +158,7 @@ FAMILIES: tuple[CheckpointFamily, ...] = (
         wrapper="generator",
         prefix="model.",
         use_ema=False,
-        note="video to video with one noise level a row of a batch, which no recipe here does",
+        note="video to video with one noise level a row of a batch, which no recipe here does; `--raw` where a file has both",
     ),
     CheckpointFamily(
         name="Self-Forcing in fp8 or nvfp4",

@@ -104,7 +104,12 @@ def _unknown_transformer(cls: Any, path: str, given: Mapping[str, Any]) -> str |
     """
     hub = {name: value for name, value in given.items() if name in _HUB_ARGUMENTS and name != "variant"}
     entry = cls.load_config(path, **hub).get("transformer")
-    name = entry[1] if isinstance(entry, (list, tuple)) and len(entry) == 2 else None
+    name = entry[1] if isinstance(entry, (list, tuple)) and entry[0] == "diffusers" else None
+    if isinstance(name, str) and name.startswith("AnyFlow") and "transformer" not in given:
+        raise ValueError(
+            f"{path!r} holds an {name}, whose forward takes a second timestep: it is not sampled chunk by chunk here. "
+            "diffusers' own AnyFlowFARPipeline and AnyFlowPipeline run it."
+        )
     if not isinstance(name, str) or hasattr(diffusers, name):
         return None
     if "transformer" in given:

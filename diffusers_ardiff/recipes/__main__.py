@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from . import Recipe, list_recipes, load_recipe
 
-_HEADER = ("name", "chunk", "sink + window", "timesteps", "commit", "size", "fps")
+_HEADER = ("name", "chunk", "sink + window", "timesteps", "shift", "commit", "rope", "size", "fps")
 
 
 def describe(recipe: Recipe) -> tuple[str, ...]:
@@ -23,7 +23,9 @@ def describe(recipe: Recipe) -> tuple[str, ...]:
         str(recipe.chunk_frames),
         f"{recipe.num_sink_frames} + {window}",
         steps,
+        f"{recipe.shift:g}",
         f"{recipe.commit_timestep:.4g}",
+        recipe.rope_policy,
         f"{recipe.height}x{recipe.width}",
         str(recipe.fps),
     )
