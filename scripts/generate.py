@@ -16,7 +16,8 @@ import torch
 from accelerate import PartialState
 
 from diffusers_ardiff import MemoryLimitError, PromptSwitch
-from diffusers_ardiff.generation import GenerationRequest, generate_videos, load_pipeline
+from diffusers_ardiff.generation import GenerationRequest, generate_videos
+from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.pipelines.prompts import SWITCH_MODES
 from diffusers_ardiff.recipes import list_recipes
 

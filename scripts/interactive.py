@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from diffusers_ardiff import MemoryLimitError
-from diffusers_ardiff.generation import load_pipeline
 from diffusers_ardiff.interactive import HELP, InteractiveRequest, run_interactive
+from diffusers_ardiff.load import load_pipeline
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

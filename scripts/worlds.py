@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from diffusers_ardiff import StreamBatch
-from diffusers_ardiff.generation import load_pipeline
+from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.video_io import VideoWriter
 
 

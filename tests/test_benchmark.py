@@ -3,6 +3,7 @@
 import json
 import runpy
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -350,3 +351,9 @@ def test_presets_have_the_real_shapes(name: str, parameters: float) -> None:
     assert torch.get_default_dtype() == torch.float32
     with pytest.raises(ValueError, match="unknown model 'wan-5b'"):
         build_pipeline("wan-5b", torch.device("meta"))
+
+
+def test_benchmarks_need_no_video_library() -> None:
+    """They are run on machines lent for an hour: once, figures were lost because the script imported PyAV."""
+    code = f"import runpy, sys; sys.modules['av'] = None; runpy.run_path({str(SCRIPT)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

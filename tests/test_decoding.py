@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
 from test_light_decoder import make_light
 from test_vae_stream import make_latents, make_vae
 from tiny_components import PROMPT, QUICK, make_pipeline, seed
@@ -18,6 +19,8 @@ from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.pipelines.decode_step import canonical, set_conv_layout
 from diffusers_ardiff.pipelines.decoding import DecodeOptions, DecodeStream, Decoding
 from diffusers_ardiff.pipelines.overlap import host_frames
+from diffusers_ardiff.pipelines.traceable import traceable
+from diffusers_ardiff.pipelines.vae_stream import VaeDecodeStream
 
 CPU = torch.device("cpu")
 COMPILER = "aot_eager"
@@ -110,6 +113,39 @@ def test_canonical_strides_depend_on_the_shape_alone(shape: tuple[int, ...], cha
     assert len({tensor.stride() for tensor in made}) > 1
     assert len({canonical(tensor, channels_last=channels_last).stride() for tensor in made}) == 1
     assert all(torch.equal(canonical(tensor, channels_last=channels_last), tensor) for tensor in made)
+
+
+class TestTraceable:
+    """torch 2.11 could not compile the Wan decoder: it compares tensors with strings."""
+
+    @pytest.mark.parametrize("sizes", [[1, 3, 3], [1, 1, 1, 1], [1, 2, 4]], ids=str)
+    def test_same_bits_and_no_tensor_is_compared_with_a_string(
+        self, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        vae = make_vae("wan2.1")
+        latents = make_latents(vae, sum(sizes))
+        expected = decode_all(VaeDecodeStream(vae), latents, sizes)
+        compare = torch.Tensor.__eq__
+
+        def strict(self: torch.Tensor, other: object) -> torch.Tensor:
+            assert not isinstance(other, str)
+            return compare(self, other)
+
+        monkeypatch.setattr(torch.Tensor, "__eq__", strict)
+        monkeypatch.setattr(torch.Tensor, "__ne__", lambda self, other: ~strict(self, other))
+        with traceable(vae.decoder):
+            found = decode_all(VaeDecodeStream(vae), latents, sizes)
+        assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
+
+    def test_decoder_is_left_as_found(self) -> None:
+        decoder = make_vae("wan2.1").decoder
+        hooked = next(part for part in decoder.modules() if type(part) is WanResample)
+        add_hook_to_module(hooked, ModelHook())
+        forwards = [part.forward for part in decoder.modules()]
+        with pytest.raises(RuntimeError, match="inside"), traceable(decoder):
+            assert hooked.forward is forwards[list(decoder.modules()).index(hooked)]
+            raise RuntimeError("inside")
+        assert [part.forward for part in decoder.modules()] == forwards
 
 
 class TestPipeline:

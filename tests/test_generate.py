@@ -16,7 +16,8 @@ from PIL import Image
 from tiny_components import PROMPT, QUICK, make_pipeline
 
 from diffusers_ardiff import PromptSwitch
-from diffusers_ardiff.generation import GenerationRequest, generate_videos, load_pipeline
+from diffusers_ardiff.generation import GenerationRequest, generate_videos
+from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.video_io import VideoWriter, read_image, read_video
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"

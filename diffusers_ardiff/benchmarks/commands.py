@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..doctor import DTYPES
-from ..generation import load_pipeline
+from ..load import load_pipeline
 from ..pipelines import ARDiffusionPipeline
 from ..recipes import load_recipe
 from . import sessions

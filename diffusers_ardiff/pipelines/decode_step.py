@@ -10,6 +10,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 
 from .light_decoder import LightDecoder
+from .traceable import traceable
 
 CacheEntry = torch.Tensor | str | None
 """State of one causal convolution: None before the first frame, then a marker of the host's or a tensor."""
@@ -51,7 +52,7 @@ class CompiledStep:
         self, decoder: Any, hidden: torch.Tensor, state: tuple[CacheEntry, ...], patch_size: int
     ) -> tuple[torch.Tensor, tuple[CacheEntry, ...]]:
         """As ``decode_step``."""
-        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_LAYOUTS):
+        with traceable(decoder), torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_LAYOUTS):
             pixels, state = self._compiled(decoder, canonical(hidden), state, patch_size)
         return pixels, tuple(self._settle(entry) for entry in state)
 

@@ -11,7 +11,7 @@ from .captions import build_tokenizer, caption_scenes, other_colors, other_kinds
 from .models import encode_video, latent_stats
 from .shapes import TINTED_SHARE, Scenes, recolor_one, render, sample_scenes, simulate
 
-VAGUE_SHARE = 0.15  # "a red shape": colours then work with kinds they were never shown with
+VAGUE_SHARE = 0.25  # "a red shape": colours then work with kinds they were never shown with
 RECOLORED = 4
 
 

@@ -10,7 +10,7 @@ from .captions import vocabulary
 LATENT_CHANNELS = 16
 TEXT_DIM = 64
 SHIFT = 3.0
-APART_SHARE = 0.6
+APART_SHARE = 0.8
 
 
 def build_vae() -> AutoencoderKLWan:

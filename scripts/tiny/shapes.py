@@ -30,7 +30,7 @@ KINDS: tuple[str, ...] = ("circle", "square", "triangle")
 # Never rendered for training; the scorer asks for them. Every colour and every kind is still seen otherwise.
 HELD_OUT: frozenset[tuple[str, str]] = frozenset({("red", "triangle"), ("blue", "circle"), ("yellow", "square")})
 
-TINTED_SHARE = 0.15  # of the shapes, in training; see `sample_scenes`
+TINTED_SHARE = 0.2  # of the shapes, in training; see `sample_scenes`
 OPENING_JITTER = 10  # pixels; see `_openings`
 NUMBERS = (0.125, 0.5, 0.375)  # weights of scenes of one, two and three shapes
 
