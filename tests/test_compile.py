@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tiny_wan import PagedRun, latents_of, text_of, tiny_transformer
 from torch._dynamo.utils import counters
 from torch._inductor import scheduler
 from torch._inductor.utils import run_and_get_code
+
+from diffusers_ardiff.processors.wan import PagedWanSelfAttnProcessor
 
 NUM_LAYERS = 12
 
@@ -124,11 +127,20 @@ def test_a_forward_of_compiled_blocks_is_one_step(monkeypatch: pytest.MonkeyPatc
     assert len(steps) == compiled
 
 
-def test_a_guarded_number_would_be_noticed() -> None:
-    """The counter above can fail: a processor that reads its layer number compiles one graph a layer."""
+def test_a_guarded_number_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter above can fail: a processor that reads its layer number compiles one graph a layer.
+
+    Hooks that read it would not do: torch 2.11 compiles the first layer's hook for all layers.
+    """
+    plain = PagedWanSelfAttnProcessor.__call__
+
+    def numbered(self: Any, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return plain(self, attn, hidden_states + attn.layer_number, *args, **kwargs)
+
+    monkeypatch.setattr(PagedWanSelfAttnProcessor, "__call__", numbered)
     run, counting = PagedRun(tiny_transformer(num_layers=3), 0, 6), CountingBackend("eager")
     for layer, block in enumerate(run.transformer.blocks):
-        block.attn1.register_forward_pre_hook(lambda module, args, layer=layer: (args[0] + layer, *args[1:]))
+        block.attn1.layer_number = layer
     run.transformer.compile_repeated_blocks(fullgraph=True, backend=counting)
     run.forward(latents_of(3), 0, text_of())
     assert len(counting.graphs) > 1
