@@ -17,6 +17,7 @@ from ..attention import (
     supported_kernel_block_sizes,
 )
 from ..cache import KVManager, KVShape, MemoryPlan, RingGeometry, SideState, plan_memory
+from ..parallel import ParallelLayout
 from ..processors import TransformerGeometry
 from ..recipes import Recipe
 from .decoding import Decoding
@@ -39,6 +40,7 @@ class CachePlanner:
         decoding: decoder whose streaming state counts, None where nothing is decoded.
         options: page size, K/V dtype, backend, limit.
         device: where the pool will live.
+        layout: which share of heads and branches this rank has; all bytes are this rank's.
     """
 
     transformer: Any
@@ -50,11 +52,13 @@ class CachePlanner:
     decoding: Decoding | None
     options: CacheOptions
     device: torch.device
+    layout: ParallelLayout = ParallelLayout()  # noqa: RUF009
 
     @property
     def num_branches(self) -> int:
-        """Branches a session."""
-        return 2 if self.guided else 1
+        """Branches a session, on this rank."""
+        names = ("positive", "negative") if self.guided else ("positive",)
+        return len(self.layout.local_branches(names))
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -63,8 +67,9 @@ class CachePlanner:
 
     @property
     def kv_shape(self) -> KVShape:
-        """Layers, heads, head size and bytes an element."""
-        return self.geometry.kv_shape(self.kv_dtype)
+        """Layers, this rank's heads, head size and bytes an element."""
+        heads = self.layout.heads_per_rank(self.geometry.num_heads)
+        return dataclasses.replace(self.geometry.kv_shape(self.kv_dtype), num_heads=heads)
 
     @property
     def tokens_per_frame(self) -> int:
@@ -148,7 +153,7 @@ class CachePlanner:
         latents = self.shape.chunk(max(self.recipe.chunk_frames, self.recipe.first_chunk_frames or 0))
         return dataclasses.replace(
             plan,
-            forward_bytes=forward_bytes(self.transformer, latents),
+            forward_bytes=-(-forward_bytes(self.transformer, latents) // self.layout.ulysses_degree),
             decode_bytes=0 if self.decoding is None else self.decoding.work_bytes(latents),
             overlapped=self.decoding is not None and self.decoding.options.overlap,
         )

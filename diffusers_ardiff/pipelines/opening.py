@@ -32,6 +32,7 @@ from .live import EventRules, Inbox
 from .memory import CachePlanner
 from .output import FrameOutput
 from .overlap import OverlappedOutput
+from .parallel import check_same_call, shared_generator
 from .prompts import count_prompts
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
@@ -171,6 +172,7 @@ def _event_rules(pipeline: ARDiffusionPipeline, arguments: CallArguments, planne
         text_dim=pipeline.transformer.config["text_dim"],
         encodes_text=pipeline.tokenizer is not None and pipeline.text_encoder is not None,
         takes_controls=arguments.control_hook is not None,
+        is_leader=planner.layout.is_leader,
         max_pending_events=check_int("max_pending_events", arguments.max_pending_events, minimum=1),
     )
 
@@ -220,7 +222,9 @@ def open_stream(
         on_step: called after each denoise step.
         inbox: takes the stream's events already; None: a new one.
     """
-    a, planner = call.arguments, call.planner
+    a, planner, groups = call.arguments, call.planner, pipeline.parallel_groups
+    check_same_call(groups, call)
+    generator = shared_generator(groups, a.generator)
     embeds = pipeline.encode_branches(
         a.prompt,
         _default_negative(call),
@@ -233,7 +237,7 @@ def open_stream(
     stream = ARStream(
         pipeline,
         _open_rollout(pipeline, call),
-        NoiseSource(device=planner.device, generator=a.generator, latents=a.latents, step_noise=a.step_noise),
+        NoiseSource(device=planner.device, generator=generator, latents=a.latents, step_noise=a.step_noise),
         settings,
         state=CallState(guidance_scale=call.guidance_scale, num_timesteps=call.num_steps),
         output=_frame_output(pipeline, settings, call),
@@ -261,7 +265,15 @@ def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
     runner = ForwardRunner(attachment)
     if pipeline._warm is not None:
         pipeline._warm.equip(runner, manager)
-    rollout = Rollout(runner, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
+    rollout = Rollout(
+        runner,
+        manager,
+        call.recipe,
+        planner.shape,
+        guided=planner.guided,
+        device=planner.device,
+        groups=pipeline.parallel_groups,
+    )
     rollout.control_hook, rollout.controls = a.control_hook, a.controls
     rollout.merge_commits = a.merge_commits
     return rollout

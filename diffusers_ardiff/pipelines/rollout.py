@@ -11,6 +11,7 @@ import torch
 from ..cache import Branch, KVManager, Session, TextKV
 from ..context import PagedForwardContext
 from ..merged import MergedForwardContext
+from ..parallel import VideoGroups
 from ..recipes import Recipe
 from ..transfer import download, upload
 from .batch_text import BatchText
@@ -30,6 +31,7 @@ class Rollout:
         shape: latent shape.
         guided: keep a negative branch for classifier-free guidance.
         device: where the transformer runs.
+        groups: the ranks that make the videos together; this one then holds its share. None: this one alone.
 
     Attributes:
         control_hook: edits the transformer's arguments in every forward; None: nobody does.
@@ -47,11 +49,14 @@ class Rollout:
         *,
         guided: bool,
         device: torch.device,
+        groups: VideoGroups | None = None,
     ) -> None:
         self.recipe = recipe
         self.shape = shape
         self.device = device
         self.branch_names = (POSITIVE, NEGATIVE) if guided else (POSITIVE,)
+        self.groups = groups
+        self.local_names = self.branch_names if groups is None else groups.layout.local_branches(self.branch_names)
         self.num_latent_frames = 0
         self.merge_commits = False
         self.control_hook: ControlHook | None = None
@@ -65,7 +70,7 @@ class Rollout:
         self.sessions: list[Session] = []
         try:
             for _ in range(shape.num_videos):
-                self.sessions.append(manager.open_session(self.branch_names))
+                self.sessions.append(manager.open_session(self.local_names))
         except BaseException:
             self.close()
             raise
@@ -83,7 +88,7 @@ class Rollout:
     # -- text ----------------------------------------------------------------------------------------------------
 
     def compute_text(self, embeds: Mapping[str, torch.Tensor]) -> dict[str, TextKV]:
-        """Text K/V of each branch from (videos, text_len, text_dim) embeddings; nothing is stored yet.
+        """Text K/V of each branch held here, from (videos, text_len, text_dim) embeddings; nothing is stored yet.
 
         Raises:
             ValueError: not one row a video.
@@ -94,7 +99,8 @@ class Rollout:
                     f"the {name} prompt embeddings have {value.shape[0]} rows for {self.shape.num_videos} videos; give "
                     "one each."
                 )
-        return {name: self.runner.attachment.compute_text_kv(value.to(self.device)) for name, value in embeds.items()}
+        held = {name: value.to(self.device) for name, value in embeds.items() if name in self.local_names}
+        return {name: self.runner.attachment.compute_text_kv(value) for name, value in held.items()}
 
     def set_text(self, text: Mapping[str, TextKV]) -> None:
         """Replace the text of the branches named; self K/V stay as they are. A commit that is due runs first.
@@ -131,11 +137,28 @@ class Rollout:
         if held is not None and self.merge_commits and held.shape == latents.shape:
             return self._forward_merged(held, latents, timestep)
         self.commit_held()
+        if self.local_names != self.branch_names:
+            return self._predict_apart(latents, timestep, guidance_scale)
         positive = self._forward(POSITIVE, latents, timestep)
         if NEGATIVE not in self.branch_names or guidance_scale <= 1.0:
             return positive
         negative = self._forward(NEGATIVE, latents, timestep)
         return negative + guidance_scale * (positive - negative)
+
+    def _predict_apart(self, latents: torch.Tensor, timestep: float, guidance_scale: float) -> torch.Tensor:
+        """As ``predict``, with the branches on ranks of their own."""
+        (name,), groups = self.local_names, self.groups
+        assert groups is not None
+        if guidance_scale <= 1.0:
+            local = self._forward(name, latents, timestep) if name == POSITIVE else None
+            return groups.from_positive(local, latents.to(self.runner.attachment.transformer.dtype))
+        positive, negative = groups.gather_branches(self._forward(name, latents, timestep))
+        return negative + guidance_scale * (positive - negative)
+
+    def agree(self) -> None:
+        """Wait for the other ranks before a commit, so that all of them commit or none."""
+        if self.groups is not None:
+            self.groups.agree("a commit")
 
     def hold(self, clean_latents: torch.Tensor) -> None:
         """Take a finished chunk; its commit forward runs later, by ``commit_held``."""
@@ -148,8 +171,9 @@ class Rollout:
         """Run the clean forward of the chunk held, if there is one, in every branch, then advance all of them."""
         if self._uncommitted is None:
             return
-        for name in self.branch_names:
+        for name in self.local_names:
             self._forward(name, self._uncommitted, self.recipe.commit_timestep)
+        self.agree()
         for session in self.sessions:
             session.commit()
         self._keep_committed(self._uncommitted)
@@ -172,7 +196,7 @@ class Rollout:
         committed. Raises whatever a forward raises; the branch is then stale until the same recache succeeds.
         """
         if self._uncommitted is not None and any(b.ring.stale for session in self.sessions for b in session.branches):
-            self._rewrite_window(dict.fromkeys(self.branch_names))
+            self._rewrite_window(dict.fromkeys(self.local_names))
         self.commit_held()
         self._rewrite_window(text)
         self.set_text(text)
@@ -305,7 +329,7 @@ class Rollout:
             backend=self.runner.attachment.backend,
         )
         timesteps = (self.recipe.commit_timestep, timestep)
-        out = self.runner.run(self._calls.merged(forward, (held, latents), timesteps, text))
+        out = self.runner.run(self._calls.merged(forward, (held, latents), timesteps, text), before_end=self.agree)
         self._keep_committed(held)
         return out[len(branches) :]
 

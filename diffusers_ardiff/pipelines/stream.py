@@ -256,7 +256,8 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             self._apply_change(self._schedule.pop(0))
 
     def _apply_events(self) -> None:
-        for event in self.inbox.mailbox.take_pending():
+        groups, events = self.rollout.groups, self.inbox.mailbox.take_pending()
+        for event in events if groups is None else groups.share_each(events):
             try:
                 self._apply_event(event)
             except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from ..attention import WriteChoice, check_write_name, choose_write, fused_write_refusals, get_backend
 from ..cache import KVShape, TextKV
 from ..context import ForwardInputs
+from ..parallel import TokenSharding
 from ..rope import Rotary
 from .wan import HostSettings, PagedWanCrossAttnProcessor, PagedWanSelfAttnProcessor, norm_refusals, project_text
 
@@ -65,8 +66,10 @@ class PagedAttachment:
     """Paged processors for one transformer; made by ``attach_paged_attention``.
 
     The same processor objects are used each time it attaches, so compiled code stays valid. ``bind`` hands them the
-    inputs of one forward.
+    inputs of one forward. ``sharding`` deals tokens and heads out to several ranks; None: one rank has all.
     """
+
+    sharding: TokenSharding | None = None
 
     def __init__(self, transformer: Any, *, backend: str | None = None, write: str | None = None) -> None:
         self.transformer = transformer
@@ -191,7 +194,7 @@ class PagedAttachment:
 
         Args:
             context: a prepared forward context; where it names no attention backend, it takes the attached one.
-            rotary: (cos, sin) of its tokens.
+            rotary: (cos, sin) of all its tokens, also where ``sharding`` cuts them.
             text: text K/V of its rows; None: the host computes cross-attention from ``encoder_hidden_states``.
 
         Raises:
@@ -210,16 +213,21 @@ class PagedAttachment:
         if self._is_compiled:
             # Inductor's CUDA graphs would else take each compiled block for a step, and free what the last one returned.
             torch.compiler.cudagraph_mark_step_begin()
+        sharding = self.sharding
+        if sharding is not None:
+            rotary = sharding.cut_rotary(self.transformer, rotary)
         try:
             self._rope.rotary = rotary
             for layer, (self_attn, cross_attn) in enumerate(self._processors):
                 self_attn.inputs, self_attn.write = context.layer_inputs(layer), write
+                self_attn.exchange = sharding.exchange if sharding is not None else None
                 cross_attn.text = text.layers[layer] if text is not None else None
-            yield
+            with sharding.cut(self.transformer) if sharding is not None else nullcontext():
+                yield
         finally:
             self._rope.rotary = None
             for self_attn, cross_attn in self._processors:
-                self_attn.inputs = None
+                self_attn.inputs = self_attn.exchange = None
                 cross_attn.text = None
         self._check_all_written(context)
 
@@ -228,6 +236,8 @@ class PagedAttachment:
 
         The device first, and if it can, the first layer whose norms refuse.
         """
+        if self.sharding is not None:
+            return ["keys are normalised over all heads before these are dealt out, and written after that"]
         geometry = self.geometry
         reasons = fused_write_refusals(device_type, dtype, geometry.head_dim)
         if reasons:

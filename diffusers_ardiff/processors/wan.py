@@ -16,6 +16,7 @@ from ..attention.writing import FUSED_DTYPES, TORCH_WRITE
 from ..cache.text import TextLayerKV
 from ..context import PagedLayerInputs
 from ..merged import MergedLayerInputs
+from ..parallel import HeadExchange
 from ..rope import Rotary, apply_rotary
 
 
@@ -45,11 +46,13 @@ class HostSettings:
 class PagedWanSelfAttnProcessor(HostSettings):
     """Self-attention over the paged cache; ``inputs`` is bound for the length of one forward.
 
-    ``write`` says who normalises, rotates and writes; whoever sets it has asked ``norm_refusals`` before.
+    ``write`` says who normalises, rotates and writes; whoever sets it has asked ``norm_refusals`` before. ``exchange`` deals
+    the heads out to several ranks, each of which has a share of the tokens.
     """
 
     inputs: PagedLayerInputs | MergedLayerInputs | None = None
     write: WriteChoice = TORCH_WRITE
+    exchange: HeadExchange | None = None
 
     def __call__(
         self,
@@ -85,9 +88,10 @@ class PagedWanSelfAttnProcessor(HostSettings):
         if rotary_emb is not None:
             query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
         value = value.unflatten(2, heads)
-        if isinstance(self.inputs, MergedLayerInputs):
-            return _project_out(attn, write_attn_in_turn(self.inputs, query, key, value))
-        return _project_out(attn, paged_write_attn(self.inputs, query, key, value))
+        attention: Any = write_attn_in_turn if isinstance(self.inputs, MergedLayerInputs) else paged_write_attn
+        if self.exchange is not None:
+            return _project_out(attn, self.exchange.attend(attention, self.inputs, (query, key, value)))
+        return _project_out(attn, attention(self.inputs, query, key, value))
 
 
 class PagedWanCrossAttnProcessor(HostSettings):
