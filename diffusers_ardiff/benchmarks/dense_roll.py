@@ -19,8 +19,8 @@ import torch
 
 from ..cache import TextKV
 from ..pipelines import ARDiffusionPipeline, CacheOptions
-from ..pipelines.window import LatentShape
 from ..pipelines.steps import NoiseSource, add_noise, predict_clean
+from ..pipelines.window import LatentShape
 from ..processors.attach import OffsetRope, PagedAttachment
 from ..processors.wan import HostSettings, PagedWanCrossAttnProcessor, _project_out, _project_qkv
 from ..recipes import Recipe
