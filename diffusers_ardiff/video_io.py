@@ -46,6 +46,7 @@ class VideoWriter:
         path: ends in ``.mp4``; its folder exists.
         fps: frames a second, above 0 and up to 1000; 23.976 and the like become the nearest fraction.
         crf: quality of x264, 0 (lossless but for the colour conversion) to 51.
+        comment: text kept in the file, under the metadata's key of that name.
 
     Raises:
         ValueError: ``fps``, ``crf`` or the file name is not allowed.
@@ -53,8 +54,11 @@ class VideoWriter:
         IsADirectoryError: ``path`` is a folder.
     """
 
-    def __init__(self, path: str | os.PathLike[str], fps: int | float | Fraction, *, crf: int = 18) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], fps: int | float | Fraction, *, crf: int = 18, comment: str = ""
+    ) -> None:
         self.path = Path(path)
+        self._comment = comment
         self.fps = _as_rate(fps)
         self._crf = check_int("crf", crf, minimum=0, maximum=51)
         if self.path.suffix.lower() != ".mp4":
@@ -135,6 +139,7 @@ class VideoWriter:
 
     def _open_stream(self, height: int, width: int) -> av.VideoStream:
         self._container = av.open(str(self._part.path), "w", format="mp4")
+        self._container.metadata["comment"] = self._comment
         # x264's macroblock tree reads memory it never wrote on AVX-512 machines (seen with PyAV 18.1), so that the same
         # frames give another file each time. Off costs file size and no quality.
         options = {"crf": str(self._crf), "mbtree": "0"}

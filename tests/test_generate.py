@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from PIL import Image
 from tiny_components import PROMPT, QUICK, make_pipeline
 
 from diffusers_ardiff import PromptSwitch
-from diffusers_ardiff.generation import GenerationRequest, generate_videos, load_pipeline
+from diffusers_ardiff.generation import GenerationRequest, load_pipeline
+from diffusers_ardiff.jobs import generate_videos
 from diffusers_ardiff.video_io import VideoWriter, read_image, read_video
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"
@@ -42,8 +42,10 @@ def run_script(*arguments: object, launcher: tuple[str, ...] = (sys.executable,)
 
 
 def generate(model: Path, **request: object) -> list[Path]:
-    pipeline = load_pipeline(str(model), CPU)
-    return generate_videos(pipeline, GenerationRequest(**request), PartialState(cpu=True))
+    request = GenerationRequest(**request)
+    results = generate_videos(load_pipeline(str(model), CPU), request)
+    assert [result.status for result in results] == ["made"] * len(request.prompts)
+    return [request.path(result.index) for result in results]
 
 
 def test_script_writes_video_and_contact_sheet(model: Path, tmp_path: Path) -> None:

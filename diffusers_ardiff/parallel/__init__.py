@@ -2,12 +2,13 @@
 
 from .exchange import HeadExchange
 from .groups import VideoGroups, build_groups, check_backend_ready
-from .launch import asked_processes, check_launch
+from .launch import LaunchError, asked_processes, check_launch
 from .layout import ParallelLayout, legal_degrees
 from .sharding import TokenSharding
 
 __all__ = [
     "HeadExchange",
+    "LaunchError",
     "ParallelLayout",
     "TokenSharding",
     "VideoGroups",

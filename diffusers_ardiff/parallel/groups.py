@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .launch import LaunchError
 from .layout import ParallelLayout
 
 DEFAULT_TIMEOUT = 60.0
@@ -18,9 +19,9 @@ DEFAULT_TIMEOUT = 60.0
 
 
 def check_backend_ready() -> None:
-    """Raise RuntimeError unless the processes of this job know each other."""
+    """Raise LaunchError (a RuntimeError) unless the processes of this job know each other."""
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
+        raise LaunchError(
             "no process group: start the script with `accelerate launch --multi_gpu --num_processes N --num_machines 1` "
             "and make accelerate's PartialState() before enable_parallelism(). (`accelerate launch --cpu` starts one "
             "process, whatever --num_processes says.)"

@@ -11,6 +11,10 @@ _FLAGS = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per
 _ENABLED_BY = "accelerate launch --multi_gpu --num_processes {asked} --num_machines 1 ..."
 
 
+class LaunchError(RuntimeError):
+    """The job does not have the processes that it needs."""
+
+
 def asked_processes(command_line: Sequence[str] | None = None) -> int | None:
     """Processes that the launcher was asked for, from its command line; None where there is none to see.
 
@@ -36,12 +40,12 @@ def check_launch(num_running: int, asked: int | None = None) -> None:
         asked: how many there should be; None: what the launcher's command line says.
 
     Raises:
-        RuntimeError: fewer run; the message has both numbers.
+        LaunchError: fewer run; the message has both numbers.
     """
     asked = asked_processes() if asked is None else asked
     if asked is not None and num_running < asked:
         hint = _ENABLED_BY.format(asked=asked)
-        raise RuntimeError(
+        raise LaunchError(
             f"{asked} processes were asked for, {num_running} runs. `accelerate launch --cpu` starts one process, whatever "
             f"--num_processes says; use: {hint} (without a GPU too)."
         )
