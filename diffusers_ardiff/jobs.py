@@ -58,7 +58,7 @@ class Job:
     def __init__(self, pipeline: ARDiffusionPipeline, request: GenerationRequest, *, resume: bool = False) -> None:
         self.pipeline, self.request = pipeline, request
         self.layout = pipeline.parallel_layout
-        self._group = _all_processes()
+        self._group = all_processes()
         self.rank = dist.get_rank(self._group) if self._group is not None else 0
         self.num_processes = dist.get_world_size(self._group) if self._group is not None else 1
         # One process looks: another may be about to finish a file already.
@@ -195,7 +195,7 @@ def read_comment(path: Path) -> str:
     return ""
 
 
-def _all_processes() -> dist.ProcessGroup | None:
+def all_processes() -> dist.ProcessGroup | None:
     """All processes of the job through host memory, with patience; None where there is one."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None

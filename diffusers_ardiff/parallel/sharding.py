@@ -90,5 +90,6 @@ class TokenSharding:
     def _join_tokens(self, _module: Any, _args: Any, out: torch.Tensor) -> torch.Tensor:
         """(rows, share, channels) of every rank -> (rows, tokens, channels) on each."""
         parts = out.new_empty((self.exchange.degree, *out.shape))
-        dist.all_gather(list(parts), out.contiguous(), group=self.exchange.group)
+        with self.exchange.timer():
+            dist.all_gather(list(parts), out.contiguous(), group=self.exchange.group)
         return parts.transpose(0, 1).flatten(1, 2)[:, : self._num_tokens]
