@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from .generation import GenerationRequest, generate_video
+from .parallel import all_processes
 from .pipelines import ARDiffusionPipeline, ARStream
-
-PATIENCE = timedelta(days=7)
-"""How long a process whose videos are done waits for the others'; one that dies is noticed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +190,3 @@ def read_comment(path: Path) -> str:
     with suppress(av.error.FFmpegError), av.open(str(path)) as container:
         return container.metadata.get("comment", "")
     return ""
-
-
-def all_processes() -> dist.ProcessGroup | None:
-    """All processes of the job through host memory, with patience; None where there is one."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=PATIENCE)

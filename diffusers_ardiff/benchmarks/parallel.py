@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from ..jobs import all_processes
-from ..parallel import HeadExchange, check_launch, legal_degrees
+from ..parallel import HeadExchange, all_processes, check_launch, legal_degrees
 from ..pipelines import ARDiffusionPipeline, ARStream
 from ..pipelines.window import kept_frames
 from ..recipes import Recipe

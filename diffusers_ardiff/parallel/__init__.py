@@ -1,7 +1,7 @@
 """One video on several processes: heads sharded (Ulysses), guidance branches split; torch.distributed and nothing else."""
 
 from .exchange import HeadExchange
-from .groups import VideoGroups, build_groups, check_backend_ready
+from .groups import VideoGroups, all_processes, build_groups, check_backend_ready
 from .launch import LaunchError, asked_processes, check_launch
 from .layout import ParallelLayout, legal_degrees
 from .sharding import TokenSharding
@@ -12,6 +12,7 @@ __all__ = [
     "ParallelLayout",
     "TokenSharding",
     "VideoGroups",
+    "all_processes",
     "asked_processes",
     "build_groups",
     "check_backend_ready",

@@ -20,7 +20,8 @@ _groups: dict[str, dist.ProcessGroup] = {}
 _numbers = itertools.count()
 
 
-@torch.library.custom_op("diffusers_ardiff::all_to_all_rows", mutates_args=())
+# Looks its group up by name, so what replays kernels must not record it by itself; whole forwards may be captured.
+@torch.library.custom_op("diffusers_ardiff::all_to_all_rows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def all_to_all_rows(rows: torch.Tensor, group: str) -> torch.Tensor:
     """Send ``rows[i]`` to rank i of the group, receive its rows as ``out[i]``; (ranks, ...) contiguous."""
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -78,11 +79,10 @@ class HeadExchange:
 
     def to_heads(self, qkv: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Shares of tokens with all heads -> all tokens with a share of the heads, one exchange for all tensors."""
-        # (parts, rows, share, ranks, heads a rank, head_dim) -> ranks first: what goes to one rank lies together.
-        packed = torch.stack([part.unflatten(2, (self.degree, -1)) for part in qkv])
-        received = self._exchange(packed.permute(3, 1, 2, 0, 4, 5).contiguous())
-        tokens = received.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
-        return tuple(part.contiguous() for part in tokens.unbind(2))
+        # (ranks, rows, share, heads a rank, head_dim) of each: what goes to one rank lies together, copied once.
+        parts = [part.unflatten(2, (self.degree, -1)).permute(2, 0, 1, 3, 4) for part in qkv]
+        received = self._exchange(torch.stack(parts, dim=3))
+        return received.transpose(0, 1).flatten(1, 2)[:, :num_tokens].unbind(2)
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
         """All tokens with a share of the heads -> this rank's share of the tokens with all heads."""

@@ -17,6 +17,9 @@ from .layout import ParallelLayout
 DEFAULT_TIMEOUT = 60.0
 """Seconds that a rank waits for another before it gives up; a dead rank must not hang the others."""
 
+PATIENCE = timedelta(days=7)
+"""How long a process whose work is done waits for the others'; one that dies is noticed at once."""
+
 
 def check_backend_ready() -> None:
     """Raise LaunchError (a RuntimeError) unless the processes of this job know each other."""
@@ -135,6 +138,13 @@ def build_groups(layout: ParallelLayout, *, timeout: float = DEFAULT_TIMEOUT) ->
             branches = _own(layout, layout.branch_ranks(index, shard), patience) or branches
         team = _own(layout, layout.team_ranks(index), patience, backend="gloo") or team
     return VideoGroups(layout=layout, heads=heads, branches=branches, team=team) if layout.is_member else None
+
+
+def all_processes() -> dist.ProcessGroup | None:
+    """All processes of the job through host memory, with patience; None where there is one. Collective."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def _own(
