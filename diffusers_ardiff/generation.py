@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .pipelines import ARDiffusionPipeline, ARStream, CacheOptions, PromptSwitch
+from .pipelines import ARChunk, ARDiffusionPipeline, ARStream, CacheOptions, PromptSwitch
 from .recipes import Recipe
 from .validation import check_int
 from .video_io import Frames, VideoWriter, read_image, read_video, save_contact_sheet
@@ -106,29 +106,28 @@ class GenerationRequest:
         )
 
 
-def generate_video(
-    stream: ARStream, pipeline: ARDiffusionPipeline, request: GenerationRequest, index: int, bar: Any = None
+def write_video(
+    chunks: Iterable[ARChunk], pipeline: ARDiffusionPipeline, request: GenerationRequest, index: int, bar: Any = None
 ) -> None:
-    """Run a stream that ``request.open`` made, and write its frames; it appears under its name only when it is whole.
+    """Write the frames of chunks as they come; the file appears under its name only when it is whole.
 
     Args:
-        stream: closed here.
+        chunks: of a stream that ``request.open`` made, or received from one.
         pipeline: that it comes from.
         request, index: what it is of.
         bar: progress bar that counts its frames.
     """
     path, recipe = request.path(index), pipeline.recipe
     sheet = _ContactSheet(request.num_frames if request.num_frames is not None else recipe.num_frames)
-    with stream:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fps = request.fps if request.fps is not None else recipe.fps
-        with VideoWriter(path, fps, comment=request.record(index, recipe)) as writer:
-            for chunk in stream:
-                frames = (chunk.frames[0] * 255).round().astype(np.uint8)
-                writer.write(frames)
-                sheet.add(frames)
-                if bar is not None:
-                    bar.update(len(frames))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fps = request.fps if request.fps is not None else recipe.fps
+    with VideoWriter(path, fps, comment=request.record(index, recipe)) as writer:
+        for chunk in chunks:
+            frames = (chunk.frames[0] * 255).round().astype(np.uint8)
+            writer.write(frames)
+            sheet.add(frames)
+            if bar is not None:
+                bar.update(len(frames))
     sheet.save(path.with_suffix(".png"))
 
 

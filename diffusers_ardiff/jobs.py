@@ -6,8 +6,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import av
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
-from .generation import GenerationRequest, generate_video
+from .generation import GenerationRequest, write_video
 from .parallel import all_processes
-from .pipelines import ARDiffusionPipeline, ARStream
+from .pipelines import ARChunk, ARDiffusionPipeline, ARStream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Job:
         """
         self._write_index([*self._kept, *(self._result(index, "pending") for index in self.pending)])
         results = self._make_mine() if self.mine else []
-        everyone = self._gather(results if self.rank % self.layout.team_size == 0 else [])
+        everyone = self._gather(results if self.layout.writes_frames else [])
         results = sorted([*self._kept, *everyone], key=lambda result: result.index)
         self._write_index(results)
         return results
@@ -90,7 +91,7 @@ class Job:
         num_frames = self.request.num_frames if self.request.num_frames is not None else recipe.num_frames
         total = num_frames * len(self.mine)
         results = []
-        with tqdm(total=total, unit="frame", disable=self.rank != 0) as bar:
+        with tqdm(total=total, unit="frame", disable=not (self.layout.writes_frames and self.layout.team == 0)) as bar:
             for number, index in enumerate(self.mine):
                 bar.set_description(self._progress(number, index))
                 results.append(self._make_one(index, bar))
@@ -103,13 +104,14 @@ class Job:
         return f"{name} ({number + 1} of {len(self.mine)} here, {len(self.pending)} in all)"
 
     def _make_one(self, index: int, bar: Any) -> VideoResult:
-        is_leader = self.rank % self.layout.team_size == 0
-        stream = self.request.open(self.pipeline, index, decode=is_leader)
+        chunks = self._open(index)
         try:
-            if is_leader:
-                generate_video(stream, self.pipeline, self.request, index, bar)
-            else:
-                _run_through(stream)
+            # Both kinds close: a stream gives its memory back, a receiver its decoder's state.
+            with closing(chunks):
+                if self.layout.writes_frames:
+                    write_video(chunks, self.pipeline, self.request, index, bar)
+                else:
+                    deque(chunks, maxlen=0)
         except Exception as error:
             if self.layout.team_size > 1:
                 raise
@@ -117,6 +119,12 @@ class Job:
             traceback.print_exc()
             return self._result(index, "failed", f"{type(error).__name__}: {error}")
         return self._result(index, "made")
+
+    def _open(self, index: int) -> ARStream | Generator[ARChunk]:
+        if self.layout.is_decoder:
+            return self.pipeline.receive_chunks()
+        decode = self.layout.writes_frames and not self.layout.decode_rank
+        return self.request.open(self.pipeline, index, decode=decode)
 
     def _result(self, index: int, status: str, error: str | None = None) -> VideoResult:
         return VideoResult(
@@ -172,12 +180,6 @@ def generate_videos(
 ) -> list[VideoResult]:
     """``Job(...).run()``: the results of all prompts, on all processes."""
     return Job(pipeline, request, resume=resume).run()
-
-
-def _run_through(stream: ARStream) -> None:
-    with stream:
-        for _ in stream:
-            pass
 
 
 def index_path(output: Path) -> Path:

@@ -78,6 +78,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="processes that share the heads of one video (docs/several_gpus.md)",
     )
     parser.add_argument("--guidance-parallel", action="store_true", help="the negative branch on processes of its own")
+    parser.add_argument("--decode-rank", action="store_true", help="one more process a video, which decodes")
     return parser.parse_args(argv)
 
 
@@ -132,8 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             model=f"{args.model} {args.checkpoint or ''}".strip(),
         )
         pipeline = load_pipeline(args.model, state.device, recipe=args.recipe, checkpoint=args.checkpoint)
-        if args.ulysses != 1 or args.guidance_parallel:
-            pipeline.enable_parallelism(ulysses_degree=args.ulysses, guidance_parallel=args.guidance_parallel)
+        if args.ulysses != 1 or args.guidance_parallel or args.decode_rank:
+            pipeline.enable_parallelism(
+                ulysses_degree=args.ulysses, guidance_parallel=args.guidance_parallel, decode_rank=args.decode_rank
+            )
         results = generate_videos(pipeline, request, resume=args.resume)
     except (ValueError, TypeError, OSError, LaunchError, MemoryLimitError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from tiny_components import PROMPT, QUICK, make_pipeline
 
 from diffusers_ardiff.generation import GenerationRequest, load_pipeline
@@ -141,6 +142,21 @@ def test_two_processes_make_one_video(model: Path, tmp_path: Path) -> None:
     )
     two, one = (read_video(folder / "clip.mp4")[0].astype(int) for folder in (tmp_path, tmp_path / "one"))
     assert np.abs(two - one).mean() < 0.5
+
+
+def job_with_decoder(rank: int, model: Path, folder: Path) -> list[str]:
+    pipe = load_pipeline(str(model), torch.device("cpu"))
+    pipe.enable_parallelism(decode_rank=True)
+    return [result.status for result in generate_videos(pipe, request(folder))]
+
+
+def test_a_team_with_a_rank_that_decodes(model: Path, tmp_path: Path) -> None:
+    """The decoder writes the files, of the frames that one process makes."""
+    assert run_ranks(2, tmp_path / "ranks", job_with_decoder, model, tmp_path) == [["made"] * 3] * 2
+    assert statuses(tmp_path) == ["made"] * 3
+    generate_videos(load_pipeline(str(model), torch.device("cpu")), request(tmp_path / "one"))
+    for path in tmp_path.glob("*.mp4"):
+        np.testing.assert_array_equal(read_video(path)[0], read_video(tmp_path / "one" / path.name)[0])
 
 
 @pytest.mark.multi_process

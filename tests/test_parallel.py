@@ -405,6 +405,83 @@ def test_configs_that_cannot_be_served(tmp_path: Path, config: dict[str, Any], r
         assert isinstance(message, str) and all(word in message for word in words), message
 
 
+# -- decoding on a rank of its own --------------------------------------------------------------------------------------
+
+
+def decoded_apart(rank: int, parallel: dict[str, Any], call: dict[str, Any]) -> Any:
+    """The decoder's frames, the others' latents, of two videos one after the other."""
+    pipe, results = pipeline(parallel), []
+    for _ in range(2):
+        if pipe.parallel_layout.is_decoder:
+            results.append(np.concatenate([chunk.frames for chunk in pipe.receive_chunks()], axis=1))
+        else:
+            results.append(pipe(PROMPT, generator=seed(0), output_type="latent", **call).frames)
+    return results
+
+
+@pytest.mark.parametrize("call", [{"num_frames": 30}, {"num_frames": 33, "image": Image.new("RGB", (80, 48), "red")}])
+@pytest.mark.parametrize(("parallel", "num_ranks"), [({}, 2), (ULYSSES, 3)], ids=["alone", "ulysses"])
+def test_frames_of_the_decode_rank(
+    tmp_path: Path, call: dict[str, Any], parallel: dict[str, Any], num_ranks: int
+) -> None:
+    """Bit by bit what one process makes, whole chunks and the cut at the end included."""
+    *latents, frames = run_ranks(num_ranks, tmp_path, decoded_apart, {**parallel, "decode_rank": True}, call)
+    pipe = pipeline(None)
+    expected = pipe(PROMPT, generator=seed(0), output_type="np", **call).frames
+    clean = pipe(PROMPT, generator=seed(0), output_type="latent", **call).frames
+    for mine in frames:
+        assert mine.shape == expected.shape
+        np.testing.assert_allclose(mine, expected, atol=1e-5)
+    for theirs in latents:
+        assert all((video - clean).norm() <= 1e-4 * clean.norm() for video in theirs)
+
+
+def reset_on_the_way(rank: int) -> list[Any]:
+    """Chunks before and after a reset of all but the text."""
+    pipe = pipeline({"decode_rank": True})
+    if pipe.parallel_layout.is_decoder:
+        return [(chunk.index, chunk.start_latent_frame, chunk.frames) for chunk in pipe.receive_chunks()]
+    with pipe.stream(PROMPT, generator=seed(0), output_type="latent") as stream:
+        for _ in range(2):
+            next(stream)
+        with pytest.raises(NotImplementedError, match="another rank"):
+            stream.fork()
+        stream.reset()
+        next(stream)
+        stream.reset(keep=("history", "text"))  # the decoder alone: it is told the last latent frame again
+        next(stream)
+    return []
+
+
+def test_the_decode_rank_follows_a_reset(tmp_path: Path) -> None:
+    _, chunks = run_ranks(2, tmp_path, reset_on_the_way)
+    assert [(index, start, frames.shape[1]) for index, start, frames in chunks] == [
+        (0, 0, 9),
+        (1, 3, 12),
+        (0, 0, 9),
+        (1, 3, 12),
+    ]
+
+
+def roles(rank: int) -> tuple[str, tuple[int, int, int]]:
+    pipe = pipeline({"decode_rank": True})
+    with pytest.raises(ValueError) as caught:
+        pipe(PROMPT, num_frames=9, output_type="np")
+    plan = pipe.plan_memory()
+    return str(caught.value), (plan.pool_bytes, plan.text_bytes, plan.vae_state_bytes)
+
+
+def test_the_decode_rank_has_a_role_and_memory_of_its_own(tmp_path: Path) -> None:
+    (denoiser, (pool, text, vae)), (decoder, planned) = run_ranks(2, tmp_path, roles)
+    assert "receive_chunks" in denoiser and "output_type='latent'" in denoiser
+    assert "receive_chunks" in decoder and "decodes for its team" in decoder
+    whole = pipeline(None).plan_memory()
+    assert (pool, text, vae) == (whole.pool_bytes, whole.text_bytes, 0)
+    assert planned == (0, 0, whole.vae_state_bytes)
+    with pytest.raises(ValueError, match="decode_rank=True"):
+        next(pipeline(None).receive_chunks())
+
+
 # -- integers -------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +495,16 @@ def test_layout_of_eight_ranks() -> None:
     assert ranks[5].head_ranks(1, 0) == [4, 5] and ranks[6].head_ranks(1, 1) == [6, 7]
     assert ranks[5].branch_ranks(1, 1) == [5, 7]
     assert ranks[3].local_branches(("positive", "negative")) == ("negative",)
+
+
+def test_layout_with_a_rank_that_decodes() -> None:
+    """Two teams of two that denoise and one that decodes."""
+    ranks = [ParallelLayout(ulysses_degree=2, decode_rank=True, world_size=6, rank=rank) for rank in range(6)]
+    assert [r.is_decoder for r in ranks] == [r.writes_frames for r in ranks] == [False, False, True] * 2
+    assert [r.shard for r in ranks if not r.is_decoder] == [0, 1, 0, 1]
+    assert ranks[0].head_ranks(1, 0) == ranks[0].team_ranks(1) == [3, 4]
+    with pytest.raises(ValueError, match=r"1 rank that decodes.*teams of 3.*4 run"):
+        ParallelLayout(ulysses_degree=2, decode_rank=True, world_size=4)
 
 
 def test_degrees_of_the_real_models() -> None:

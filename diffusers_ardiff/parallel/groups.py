@@ -32,6 +32,42 @@ def check_backend_ready() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeLink:
+    """Between a team's leader and its decoder.
+
+    Args:
+        control: the two through host memory (gloo), with patience: the decoder waits for as long as a chunk takes.
+        data: the two through what their devices are linked by.
+        leader, decoder: world ranks.
+    """
+
+    control: dist.ProcessGroup
+    data: dist.ProcessGroup
+    leader: int
+    decoder: int
+
+    def tell(self, message: Any) -> None:
+        """Leader: hand over a message; waits until the decoder takes it."""
+        dist.broadcast_object_list([message], src=self.leader, group=self.control)
+
+    def hear(self) -> Any:
+        """Decoder: the next message."""
+        held: list[Any] = [None]
+        dist.broadcast_object_list(held, src=self.leader, group=self.control)
+        return held[0]
+
+    def send(self, latents: torch.Tensor) -> None:
+        """Leader: send a copy, so that the caller may edit its own."""
+        dist.send(latents.contiguous().clone(), dst=self.decoder, group=self.data)
+
+    def receive(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Decoder: latents of that shape, float32."""
+        latents = torch.empty(shape, device=device)
+        dist.recv(latents, src=self.leader, group=self.data)
+        return latents
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class VideoGroups:
     """The groups of this rank's team.
 
@@ -39,13 +75,15 @@ class VideoGroups:
         layout: who does what.
         heads: ranks that share this branch's heads; None where there is one.
         branches: the ranks with this share of each branch, the positive one first; None without guidance parallelism.
-        team: all of them, through host memory (gloo), for agreements.
+        team: all that denoise, through host memory (gloo), for agreements.
+        decoder: link between the leader and the rank that decodes; None on others, and where there is none.
     """
 
     layout: ParallelLayout
     heads: dist.ProcessGroup | None
     branches: dist.ProcessGroup | None
     team: dist.ProcessGroup | None
+    decoder: DecodeLink | None = None
     _closed: list[bool] = field(default_factory=list)
 
     def agree(self, what: str) -> None:
@@ -87,7 +125,7 @@ class VideoGroups:
         if self.team is None:
             return
         mine = {name: digest(value) for name, value in values.items()}
-        everyone: list[dict[str, str]] = [{} for _ in range(self.layout.team_size)]
+        everyone: list[dict[str, str]] = [{} for _ in range(self.layout.num_denoisers)]
         dist.all_gather_object(everyone, mine, group=self.team)
         for name in mine:
             if len({theirs.get(name) for theirs in everyone}) > 1:
@@ -115,7 +153,8 @@ class VideoGroups:
         if self._closed:
             return
         self._closed.append(True)
-        for group in (self.heads, self.branches, self.team):
+        link = (self.decoder.control, self.decoder.data) if self.decoder is not None else ()
+        for group in (self.heads, self.branches, self.team, *link):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -130,14 +169,27 @@ def build_groups(layout: ParallelLayout, *, timeout: float = DEFAULT_TIMEOUT) ->
     """
     check_backend_ready()
     patience = timedelta(seconds=timeout)
-    heads = branches = team = None
+    heads = branches = team = link = None
     for index in range(layout.num_teams):
         for branch in range(layout.num_branch_ranks):
             heads = _own(layout, layout.head_ranks(index, branch), patience) or heads
         for shard in range(layout.ulysses_degree):
             branches = _own(layout, layout.branch_ranks(index, shard), patience) or branches
         team = _own(layout, layout.team_ranks(index), patience, backend="gloo") or team
-    return VideoGroups(layout=layout, heads=heads, branches=branches, team=team) if layout.is_member else None
+        link = _link(layout, index, patience) or link
+    if not layout.is_member:
+        return None
+    return VideoGroups(layout=layout, heads=heads, branches=branches, team=team, decoder=link)
+
+
+def _link(layout: ParallelLayout, team: int, patience: timedelta) -> DecodeLink | None:
+    if not layout.decode_rank:
+        return None
+    ranks = [team * layout.team_size, (team + 1) * layout.team_size - 1]
+    control, data = _own(layout, ranks, PATIENCE, backend="gloo"), _own(layout, ranks, patience)
+    if control is None or data is None:
+        return None
+    return DecodeLink(control=control, data=data, leader=ranks[0], decoder=ranks[1])
 
 
 def all_processes() -> dist.ProcessGroup | None:

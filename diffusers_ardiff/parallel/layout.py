@@ -24,6 +24,7 @@ class ParallelLayout:
         ulysses_degree: ranks that one branch's heads are dealt out to.
         guidance_parallel: positive and negative branch on ranks of their own.
         world_size, rank: of this process.
+        decode_rank: one more rank a team, its last, which decodes what the others denoise.
         num_ranks: the first ranks that take part; None: all. Others make no video.
 
     Raises:
@@ -35,6 +36,7 @@ class ParallelLayout:
     world_size: int = 1
     rank: int = 0
     num_ranks: int | None = None
+    decode_rank: bool = False
 
     def __post_init__(self) -> None:
         check_int("ulysses_degree", self.ulysses_degree, minimum=1)
@@ -42,6 +44,7 @@ class ParallelLayout:
         check_int("rank", self.rank, minimum=0, maximum=self.world_size - 1)
         if self.members % self.team_size or self.members > self.world_size:
             halves = " x 2 guidance branches" if self.guidance_parallel else ""
+            halves += " + 1 rank that decodes" if self.decode_rank else ""
             raise ValueError(
                 f"ulysses_degree={self.ulysses_degree}{halves} makes teams of {self.team_size} processes, and "
                 f"{self.world_size} run. Start {self.team_size} or a multiple of it: accelerate launch --multi_gpu "
@@ -64,9 +67,14 @@ class ParallelLayout:
         return 2 if self.guidance_parallel else 1
 
     @property
+    def num_denoisers(self) -> int:
+        """Ranks of a team that run the transformer, its first ones."""
+        return self.ulysses_degree * self.num_branch_ranks
+
+    @property
     def team_size(self) -> int:
         """Ranks that make one video together."""
-        return self.ulysses_degree * self.num_branch_ranks
+        return self.num_denoisers + self.decode_rank
 
     @property
     def num_teams(self) -> int:
@@ -80,22 +88,37 @@ class ParallelLayout:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of its team: the one that decodes and writes files."""
-        return self.is_member and self.rank % self.team_size == 0
+        """Whether this rank is the first of its team."""
+        return self.is_member and self.place == 0
+
+    @property
+    def place(self) -> int:
+        """Number of this rank in its team."""
+        return self.rank % self.team_size
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether this rank decodes for its team, and does nothing else."""
+        return self.is_member and self.place == self.num_denoisers
+
+    @property
+    def writes_frames(self) -> bool:
+        """Whether this rank is the one of its team that should have the frames."""
+        return self.is_decoder if self.decode_rank else self.is_leader
 
     @property
     def branch_index(self) -> int:
         """0: the positive branch (or all of them), 1: the negative one."""
-        return self.rank % self.team_size // self.ulysses_degree
+        return self.place // self.ulysses_degree
 
     @property
     def shard(self) -> int:
         """Which share of the heads, and of a chunk's tokens, this rank has."""
-        return self.rank % self.ulysses_degree
+        return self.place % self.ulysses_degree
 
     def team_ranks(self, team: int) -> list[int]:
-        """World ranks of a team."""
-        return list(range(team * self.team_size, (team + 1) * self.team_size))
+        """World ranks of a team that denoise."""
+        return list(range(team * self.team_size, team * self.team_size + self.num_denoisers))
 
     def head_ranks(self, team: int, branch_index: int) -> list[int]:
         """World ranks among which the heads of one branch are dealt out."""
@@ -125,7 +148,7 @@ class ParallelLayout:
         Raises:
             ValueError: branches are to be split and there is only one.
         """
-        if not self.guidance_parallel:
+        if not self.guidance_parallel or self.is_decoder:
             return names
         if len(names) != 2:
             raise ValueError(

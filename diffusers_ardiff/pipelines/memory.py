@@ -119,13 +119,18 @@ class CachePlanner:
         select_backend(self._request(page_size), self.options.backend)
         return ring_geometry(self.recipe, self.tokens_per_frame, page_size)
 
+    @property
+    def _decoder(self) -> Decoding | None:
+        """The decoder, where this rank has one."""
+        return None if self.layout.decode_rank and not self.layout.is_decoder else self.decoding
+
     def side_state(self) -> SideState:
         """Bytes of one session that are not pages."""
         geometry, shape = self.geometry, self.shape
         row_bytes = geometry.num_heads * geometry.head_dim * self.transformer.dtype.itemsize
         return SideState(
             text_bytes=2 * geometry.num_layers * self.num_branches * self.text_len * row_bytes,
-            vae_state_bytes=0 if self.decoding is None else self.decoding.state_bytes(shape.height, shape.width),
+            vae_state_bytes=0 if self._decoder is None else self._decoder.state_bytes(shape.height, shape.width),
             latent_bytes=kept_frames(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
 
@@ -146,15 +151,20 @@ class CachePlanner:
             side_state=self.side_state(),
             fragmented=self.options.shuffle_seed is not None,
         )
+        if self.layout.is_decoder:
+            plan = dataclasses.replace(
+                plan, pages_per_branch=0, pool_bytes=0, text_bytes=0, latent_bytes=0, staging_bytes=0
+            )
         plan.check_limit(self.options.limit_bytes)
         return self._with_work(plan) if with_work else plan
 
     def _with_work(self, plan: MemoryPlan) -> MemoryPlan:
         latents = self.shape.chunk(max(self.recipe.chunk_frames, self.recipe.first_chunk_frames or 0))
+        work = forward_bytes(self.transformer, latents)
         return dataclasses.replace(
             plan,
-            forward_bytes=-(-forward_bytes(self.transformer, latents) // self.layout.ulysses_degree),
-            decode_bytes=0 if self.decoding is None else self.decoding.work_bytes(latents),
+            forward_bytes=0 if self.layout.is_decoder else -(-work // self.layout.ulysses_degree),
+            decode_bytes=0 if self._decoder is None else self._decoder.work_bytes(latents),
             overlapped=self.decoding is not None and self.decoding.options.overlap,
         )
 

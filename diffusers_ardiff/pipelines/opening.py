@@ -34,6 +34,7 @@ from .output import FrameOutput
 from .overlap import OverlappedOutput
 from .parallel import check_same_call, shared_generator
 from .prompts import count_prompts
+from .remote_decode import RemoteOutput, check_role
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
@@ -86,6 +87,7 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
     check_embeds(a, pipeline.transformer.config["text_dim"])
     check_merge(a, guided=scale > 1.0)
     check_choices(a.output_type, a.callback_tensors, pipeline._callback_tensor_inputs)
+    check_role(pipeline.parallel_layout, a.output_type)
     check_single_source(image=a.image, video=a.video, context_latents=a.context_latents)
     generator = check_generators(a.generator, num_videos)
     planner = _plan_cache(pipeline, a, recipe, num_videos, guided=scale > 1.0)
@@ -252,6 +254,9 @@ def open_stream(
 
 
 def _frame_output(pipeline: ARDiffusionPipeline, settings: StreamSettings, call: CheckedCall) -> FrameOutput:
+    groups = pipeline.parallel_groups
+    if groups is not None and groups.decoder is not None:
+        return RemoteOutput(pipeline.video_processor, settings, groups.decoder)
     if call.decoder is not None and pipeline.decoding.options.overlap:
         return OverlappedOutput(pipeline.video_processor, settings, call.decoder, device=call.planner.device)
     return FrameOutput(pipeline.video_processor, settings, call.decoder)

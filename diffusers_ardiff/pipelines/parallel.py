@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +11,13 @@ import torch.distributed as dist
 from ..parallel import HeadExchange, ParallelLayout, TokenSharding, VideoGroups, build_groups, check_backend_ready
 from ..parallel.groups import DEFAULT_TIMEOUT
 from ..processors import PagedAttachment
+from .inputs import check_choices
+from .output import ARChunk
 from .prompts import PromptSwitch
+from .remote_decode import receive_chunks
 
 if TYPE_CHECKING:
+    from .decoding import Decoding
     from .opening import CheckedCall
 
 SINGLE = ParallelLayout()
@@ -28,7 +32,12 @@ class Parallelism:
     _sharding: TokenSharding | None = None
     _host_config: Any = None
     if TYPE_CHECKING:
+        video_processor: Any
 
+        @property
+        def decoding(self) -> Decoding: ...
+        @property
+        def _execution_device(self) -> torch.device: ...
         def cooldown(self) -> None: ...
 
     @property
@@ -57,6 +66,7 @@ class Parallelism:
         *,
         ulysses_degree: int = 1,
         guidance_parallel: bool = False,
+        decode_rank: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
         num_ranks: int | None = None,
     ) -> ParallelLayout:
@@ -69,6 +79,8 @@ class Parallelism:
             ulysses_degree: ranks that the heads of a branch are dealt out to; divides the model's heads. A chunk's tokens
                 need not divide, they are padded.
             guidance_parallel: the negative branch on ranks of its own; for calls with guidance only.
+            decode_rank: one more rank a team, its last, decodes chunk n while the others denoise chunk n + 1: it iterates over
+                ``receive_chunks()``, they make ``output_type="latent"``.
             timeout: seconds a rank waits for another before it gives up.
             num_ranks: the first ranks that take part; None: all. More ranks than a team has make several teams.
 
@@ -90,9 +102,26 @@ class Parallelism:
             world_size=dist.get_world_size(),
             rank=dist.get_rank(),
             num_ranks=num_ranks,
+            decode_rank=decode_rank,
         )
         self._take_part(layout, timeout=timeout, host_cuts=False)
         return layout
+
+    @torch.no_grad()
+    def receive_chunks(self, output_type: str = "np") -> Generator[ARChunk]:
+        """On the rank that decodes: the frames of the next stream that its team opens, chunk by chunk until it closes.
+
+        Args:
+            output_type: "np", "pt" or "pil".
+
+        Raises:
+            ValueError: this rank decodes for nobody, or an unknown output type.
+            RuntimeError: the leader died.
+        """
+        check_choices(output_type, (), ())
+        yield from receive_chunks(
+            self.parallel_groups, self.decoding, self.video_processor, self._execution_device, output_type
+        )
 
     def disable_parallelism(self) -> None:
         """Leave the groups; every process then makes its videos alone. No-op where parallelism is off."""

@@ -333,7 +333,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         self.inbox.mailbox.close()
         self.rollout.close()
         self._prompt.clear()
-        self._output.reset_decoder()
+        self._output.close()
         self._pipeline.maybe_free_model_hooks()
 
     def __enter__(self) -> ARStream:
