@@ -17,7 +17,8 @@ import pytest
 from accelerate import PartialState
 from ranks import run_ranks
 
-from diffusers_ardiff.benchmarks.parallel import Case, ParallelResult, RankTimes, choose_cases
+from diffusers_ardiff.benchmarks.parallel import choose_cases
+from diffusers_ardiff.benchmarks.parallel_report import Case, ParallelResult, RankTimes
 from diffusers_ardiff.benchmarks.sizing import size_model
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark.py"
@@ -35,10 +36,20 @@ def run_script(rank: int, arguments: tuple[str, ...], num_ranks: int) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize(("num_ranks", "num_cases"), [(2, 3), (4, 8)])
-def test_all_cases_make_the_video_of_one_rank(tmp_path: Path, num_ranks: int, num_cases: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "wanted", "num_cases"),
+    [
+        (2, ("--guided", "--decode"), 5),
+        (4, ("--guided", "--decode", "--degrees", "2"), 7),
+        (4, ("--degrees", "3", "4"), 2),
+    ],
+    ids=["two ranks", "four ranks", "other degrees"],
+)
+def test_all_cases_make_the_video_of_one_rank(
+    tmp_path: Path, num_ranks: int, wanted: tuple[str, ...], num_cases: int
+) -> None:
     output = tmp_path / "out" / "parallel.json"
-    arguments = (*TINY, "--device", "cpu", "--guided", "--output", str(output))
+    arguments = (*TINY, "--device", "cpu", *wanted, "--output", str(output))
     printed = run_ranks(num_ranks, tmp_path, run_script, arguments, num_ranks)
     results = json.loads(output.read_text())["results"]
     assert len(printed[0].splitlines()) == len(results) == num_cases
@@ -47,14 +58,14 @@ def test_all_cases_make_the_video_of_one_rank(tmp_path: Path, num_ranks: int, nu
         case = result["case"]
         share = case["ulysses_degree"] * (2 if case["guidance_parallel"] else 1)
         assert result["relative_error"] <= 1e-4
-        assert result["pool_share"] == 1 / share and len(result["ranks"]) == share
+        assert result["pool_share"] == 1 / share and len(result["ranks"]) == share + case["decode_rank"]
         measured = result["communication_share"]
         assert measured is None if case["ulysses_degree"] == 1 else 0 < measured < 1
         assert result["speedup"] > 0
 
 
 def options(**values: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"degrees": None, "guided": False} | values)
+    return argparse.Namespace(**{"degrees": None, "guided": False, "decode": False} | values)
 
 
 def test_cases_of_the_real_models() -> None:
@@ -62,6 +73,8 @@ def test_cases_of_the_real_models() -> None:
     assert degrees == {12: [2, 3, 4, 6], 40: [2, 4, 5, 8]}
     apart = [case for case in choose_cases(40, 8, options(guided=True)) if case.guidance_parallel]
     assert [(case.ulysses_degree, case.num_ranks) for case in apart] == [(1, 2), (2, 4), (4, 8)]
+    decoded = [case for case in choose_cases(40, 4, options(decode=True)) if case.decodes]
+    assert [(case.ulysses_degree, case.num_ranks) for case in decoded] == [(2, 2), (4, 4), (1, 2), (2, 3)]
     with pytest.raises(ValueError, match=r"\[5\].*12 heads.*\[1, 2, 3, 4, 6\]"):
         choose_cases(12, 8, options(degrees=[5]))
 
