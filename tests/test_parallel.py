@@ -17,9 +17,17 @@ from diffusers import ContextParallelConfig
 from PIL import Image
 from ranks import run_ranks
 from tiny_components import PROMPT, RECIPE, failing, host_state, make_pipeline, make_transformer, random_embeds, seed
+from tiny_wan import PagedRun, latents_of, text_of, tiny_transformer
 
 from diffusers_ardiff import ARDiffusionPipeline, PromptSwitch
-from diffusers_ardiff.parallel import ParallelLayout, TokenSharding, asked_processes, check_launch, legal_degrees
+from diffusers_ardiff.parallel import (
+    HeadExchange,
+    ParallelLayout,
+    TokenSharding,
+    asked_processes,
+    check_launch,
+    legal_degrees,
+)
 from diffusers_ardiff.parallel.groups import digest
 from diffusers_ardiff.pipelines.steps import NoiseSource
 
@@ -403,6 +411,42 @@ def test_context_parallel_config_of_the_host(tmp_path: Path) -> None:
 def test_configs_that_cannot_be_served(tmp_path: Path, config: dict[str, Any], recipe: Any, words: list[str]) -> None:
     for message in run_ranks(2, tmp_path, hosted, config, recipe):
         assert isinstance(message, str) and all(word in message for word in words), message
+
+
+def both_ways(rank: int) -> list[str]:
+    """What is said where the pipeline and diffusers are both told to, in either order, and on switching diffusers off."""
+    said = []
+    for first in ("pipeline", "host"):
+        pipe = pipeline(ULYSSES if first == "pipeline" else None, EVEN)
+        with patch.object(torch.accelerator, "device_count", lambda: 1):
+            pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
+        steps = [pipe.plan_memory] if first == "pipeline" else [pipe.enable_parallelism, pipe.disable_parallelism]
+        for step in steps:
+            with pytest.raises(RuntimeError) as caught:
+                step()
+            said.append(str(caught.value))
+    pipe.transformer = make_transformer()
+    assert pipe.parallel_layout == ParallelLayout()  # it went with the transformer that had it
+    return said
+
+
+def test_one_way_at_a_time(tmp_path: Path) -> None:
+    for said in run_ranks(2, tmp_path, both_ways):
+        assert len(said) == 3 and all("use one of them" in message for message in said)
+
+
+def own_loop(rank: int, sharded: bool) -> torch.Tensor:
+    """Three chunks through a transformer that somebody else calls; the window of 1 + 4 frames wraps."""
+    run = PagedRun(tiny_transformer(), 1, 4, **({"heads": 1} if sharded else {}))
+    if sharded:
+        run.paged.sharding = TokenSharding(HeadExchange(dist.group.WORLD, rank))
+    return torch.cat([run.forward(latents_of(3, seed=chunk), 500.0, text_of()) for chunk in range(3)], dim=2)
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    alone = own_loop(0, False)
+    for theirs in run_ranks(2, tmp_path, own_loop, True):
+        assert (theirs - alone).norm() <= 1e-5 * alone.norm()
 
 
 # -- decoding on a rank of its own --------------------------------------------------------------------------------------

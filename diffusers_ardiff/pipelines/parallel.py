@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .decoding import Decoding
     from .opening import CheckedCall
 
+_ON_ALREADY = (
+    "parallelism is on already, by enable_parallelism() of the pipeline or of the transformer; use one of them. "
+    "pipe.disable_parallelism() undoes the pipeline's; diffusers can't undo its own: load the transformer again."
+)
 SINGLE = ParallelLayout()
 """One process makes a video alone."""
 
@@ -92,10 +96,7 @@ class Parallelism:
         """
         check_backend_ready()
         if self._groups is not None or _host_parallel_config(self.transformer) is not None:
-            raise RuntimeError(
-                "parallelism is on already; call disable_parallelism() first (transformer.enable_parallelism() of diffusers "
-                "can't be undone: load the transformer again)."
-            )
+            raise RuntimeError(_ON_ALREADY)
         layout = ParallelLayout(
             ulysses_degree=ulysses_degree,
             guidance_parallel=guidance_parallel,
@@ -124,7 +125,16 @@ class Parallelism:
         )
 
     def disable_parallelism(self) -> None:
-        """Leave the groups; every process then makes its videos alone. No-op where parallelism is off."""
+        """Leave the groups; every process then makes its videos alone. No-op where parallelism is off.
+
+        Raises:
+            RuntimeError: it was diffusers that was told to run the transformer on several ranks.
+        """
+        if _host_parallel_config(self.transformer) is not None:
+            raise RuntimeError(_ON_ALREADY)
+        self._leave()
+
+    def _leave(self) -> None:
         if self._groups is None:
             return
         self.cooldown()
@@ -145,11 +155,16 @@ class Parallelism:
     def _follow_host(self) -> None:
         """Take part in the context parallelism that diffusers was told to run the transformer with."""
         config = _host_parallel_config(self.transformer)
-        if config is None or config is self._host_config:
+        if config is self._host_config:
             return
-        degree = _checked_degree(config)
-        layout = ParallelLayout(ulysses_degree=degree, world_size=dist.get_world_size(), rank=dist.get_rank())
-        self._take_part(layout, timeout=DEFAULT_TIMEOUT, host_cuts=True)
+        if self._host_config is None and self._groups is not None:
+            raise RuntimeError(_ON_ALREADY)
+        if config is not None:
+            degree = _checked_degree(config)
+            layout = ParallelLayout(ulysses_degree=degree, world_size=dist.get_world_size(), rank=dist.get_rank())
+        self._leave()
+        if config is not None:
+            self._take_part(layout, timeout=DEFAULT_TIMEOUT, host_cuts=True)
         self._host_config = config
 
 
