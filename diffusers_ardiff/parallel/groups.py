@@ -95,7 +95,6 @@ class VideoGroups:
         if self.team is None:
             return
         try:
-            # A reduction and not a barrier: gloo's barrier names no group in its errors, and this one has a deadline.
             dist.all_reduce(torch.zeros(1), group=self.team)
         except RuntimeError as error:
             raise RuntimeError(
