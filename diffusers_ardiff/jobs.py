@@ -91,7 +91,8 @@ class Job:
         num_frames = self.request.num_frames if self.request.num_frames is not None else recipe.num_frames
         total = num_frames * len(self.mine)
         results = []
-        with tqdm(total=total, unit="frame", disable=not (self.layout.writes_frames and self.layout.team == 0)) as bar:
+        shows = self.layout.writes_frames and self.rank < self.layout.team_size
+        with tqdm(total=total, unit="frame", disable=not shows) as bar:
             for number, index in enumerate(self.mine):
                 bar.set_description(self._progress(number, index))
                 results.append(self._make_one(index, bar))
