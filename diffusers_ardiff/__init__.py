@@ -1,5 +1,7 @@
 """Autoregressive video diffusion for Hugging Face diffusers: paged K/V cache, fused write-and-attend, streaming."""
 
+from pathlib import Path
+
 from .cache import MemoryLimitError
 from .checkpoints import load_ar_checkpoint
 from .context import PagedForwardContext
@@ -13,13 +15,19 @@ from .pipelines import (
     EventQueueFullError,
     LightDecoder,
     PromptSwitch,
+    StreamBatch,
+    StreamBatchError,
 )
 from .processors import attach_paged_attention
 from .recipes import Recipe
 
 __version__ = "0.1.0"
 
+HUB_SHIM = str(Path(__file__).parent / "hub_shim")
+"""For ``DiffusionPipeline.from_pretrained(folder, custom_pipeline=HUB_SHIM, trust_remote_code=True)``."""
+
 __all__ = [
+    "HUB_SHIM",
     "ARChunk",
     "ARDiffusionPipeline",
     "ARDiffusionPipelineOutput",
@@ -31,6 +39,8 @@ __all__ = [
     "PagedForwardContext",
     "PromptSwitch",
     "Recipe",
+    "StreamBatch",
+    "StreamBatchError",
     "attach_paged_attention",
     "load_ar_checkpoint",
     "quantize_linears",

@@ -15,6 +15,7 @@ from PIL import Image
 from .pipelines import ARChunk, ARDiffusionPipeline, ARStream, CacheOptions, PromptSwitch
 from .recipes import Recipe
 from .validation import check_int
+from .video_formats import FORMATS
 from .video_io import Frames, VideoWriter, read_image, read_video, save_contact_sheet
 
 SHEET_FRAMES = 27
@@ -26,11 +27,11 @@ class GenerationRequest:
 
     Args:
         prompts: at least one.
-        output: an .mp4 file; several prompts give ``NAME-000.mp4``, ``NAME-001.mp4``, ...
+        output: an .mp4, .webm or .gif file; several prompts give ``NAME-000.mp4``, ``NAME-001.mp4``, ...
         num_frames: pixel frames of each video, a given image or video included; None: the recipe's.
         height, width: pixels; None: the recipe's.
         seed: of the first prompt; the next ones count on from it.
-        image, video: file whose frame, or frames, the video begins with.
+        image, video: file (for a video, also a folder of pictures) whose frame, or frames, the video begins with.
         switches: prompt changes on the way.
         fps: of the file; None: the recipe's.
         limit_bytes: refuse to allocate more for a video's cache and decoder.
@@ -61,8 +62,8 @@ class GenerationRequest:
             raise ValueError(f"every prompt needs some text, got {list(self.prompts)}.")
         if self.num_frames is not None:
             check_int("num_frames", self.num_frames, minimum=1)
-        if self.output.suffix.lower() != ".mp4":
-            raise ValueError(f"the output must be an .mp4 file, got {self.output.name!r}.")
+        if self.output.suffix.lower() not in FORMATS:
+            raise ValueError(f"the output must be a file ending in {', '.join(FORMATS)}, got {self.output.name!r}.")
         if self.fps is not None and not self.fps > 0:
             raise ValueError(f"fps must be above 0, got {self.fps}.")
         if self.image is not None and self.video is not None:
@@ -135,7 +136,8 @@ def _given_frames(request: GenerationRequest) -> dict[str, Any]:
     if request.image is not None:
         return {"image": Image.fromarray(read_image(request.image))}
     if request.video is not None:
-        frames, _ = read_video(request.video)
+        # A folder of pictures has no rate; its pictures are the frames.
+        frames, _ = read_video(request.video, fps=16 if request.video.is_dir() else None)
         return {"video": [Image.fromarray(frame) for frame in frames]}
     return {}
 
@@ -161,7 +163,12 @@ class _ContactSheet:
 
 
 def load_pipeline(
-    model: str, device: torch.device, *, recipe: str | None = None, checkpoint: str | None = None
+    model: str,
+    device: torch.device,
+    *,
+    recipe: str | None = None,
+    checkpoint: str | None = None,
+    lora: str | None = None,
 ) -> ARDiffusionPipeline:
     """A pipeline on a device: bfloat16 on an accelerator, float32 on the CPU.
 
@@ -169,7 +176,10 @@ def load_pipeline(
         model: built-in model, diffusers folder or hub id.
         recipe: name or .json file; None: the model's own.
         checkpoint: original-layout weights to load over the transformer.
+        lora: LoRA file that belongs to the checkpoint, merged into it.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    pipeline = ARDiffusionPipeline.from_pretrained(model, recipe=recipe, ar_checkpoint=checkpoint, dtype=dtype)
+    pipeline = ARDiffusionPipeline.from_pretrained(
+        model, recipe=recipe, ar_checkpoint=checkpoint, ar_lora=lora, dtype=dtype
+    )
     return pipeline.to(device)

@@ -90,11 +90,12 @@ class ForwardCall:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What compiled blocks depend on: shapes of latents, timestep, text K/V, pool and page table. Once prepared."""
+        """What compiled blocks depend on: shapes of latents, timestep, angles, text K/V, pool, page table. Once prepared."""
         latents, timestep = self.arguments["hidden_states"], self.arguments["timestep"]
         paged = self.context.parts[0][0]
         return (
             (tuple(latents.shape), latents.dtype, tuple(timestep.shape), self.text_shape, frozenset(self.arguments)),
+            tuple(self.rotary[0].shape),
             (tuple(paged.key_pool.shape), paged.key_pool.dtype, tuple(paged.block_table.shape)),
         )
 

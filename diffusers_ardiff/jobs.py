@@ -51,9 +51,17 @@ class Job:
         resume: keep videos that were made from the same request before.
 
     Collective: all processes make a job, then run it.
+
+    Raises:
+        ValueError: ``resume`` with .gif files.
     """
 
     def __init__(self, pipeline: ARDiffusionPipeline, request: GenerationRequest, *, resume: bool = False) -> None:
+        if resume and request.output.suffix.lower() == ".gif":
+            raise ValueError(
+                f"{request.output.name}: a .gif can't hold what it was made from, so resuming would not know finished ones; "
+                "write .mp4 or .webm, or leave resume out."
+            )
         self.pipeline, self.request = pipeline, request
         self.layout = pipeline.parallel_layout
         self._group = all_processes()
@@ -191,5 +199,6 @@ def index_path(output: Path) -> Path:
 def read_comment(path: Path) -> str:
     """The comment that a video file was written with; empty where it has none or can't be read."""
     with suppress(av.error.FFmpegError), av.open(str(path)) as container:
-        return container.metadata.get("comment", "")
+        # Matroska, and so webm, writes keys in capitals.
+        return {key.lower(): value for key, value in container.metadata.items()}.get("comment", "")
     return ""

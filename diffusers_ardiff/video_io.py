@@ -1,4 +1,4 @@
-"""Video and image files: an H.264 writer that takes chunks as they come, readers, and a contact sheet.
+"""Video and image files: a writer that takes chunks as they come, readers, and a contact sheet.
 
     with VideoWriter("circle.mp4", fps=16) as writer:
         for chunk in chunks:
@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
@@ -22,31 +23,39 @@ from typing import Any, Self
 import av
 import numpy as np
 import torch
-from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw
 
 from .validation import check_int
+from .video_formats import FORMATS
+from .video_read import Frames, read_image, read_video
 
-Frames = NDArray[np.uint8]
+__all__ = [
+    "Frames",
+    "VideoWriter",
+    "read_image",
+    "read_video",
+    "save_contact_sheet",
+    "save_frames",
+    "save_png_atomic",
+]
 
 _MAX_FPS = 1000
 _MAX_SHEET_WIDTH = 1920
-_BT709 = 1  # the code of BT.709 primaries and transfer function in ISO/IEC 23091-2
 _part_numbers = itertools.count()
 
 
 class VideoWriter:
-    """Write an mp4 file (H.264, yuv420p, BT.709), chunk by chunk, in a ``with`` block.
+    """Write a video file, chunk by chunk, in a ``with`` block: H.264 in .mp4, VP9 in .webm (both yuv420p, BT.709), or a .gif.
 
     The data goes to a hidden file in the same folder, which takes the final name when the block ends without an
     error. After an exception or an interrupt it is removed, and a file that was there before stays as it was.
 
     Args:
-        path: ends in ``.mp4``; its folder exists.
+        path: ends in ``.mp4``, ``.webm`` or ``.gif``; its folder exists.
         fps: frames a second, above 0 and up to 1000; 23.976 and the like become the nearest fraction.
-        crf: quality of x264, 0 (lossless but for the colour conversion) to 51.
-        comment: text kept in the file, under the metadata's key of that name.
+        crf: quality of x264 and VP9, 0 (lossless but for the colour conversion) to 51.
+        comment: text kept in the file, under the metadata's key of that name; a .gif keeps none.
 
     Raises:
         ValueError: ``fps``, ``crf`` or the file name is not allowed.
@@ -61,8 +70,9 @@ class VideoWriter:
         self._comment = comment
         self.fps = _as_rate(fps)
         self._crf = check_int("crf", crf, minimum=0, maximum=51)
-        if self.path.suffix.lower() != ".mp4":
-            raise ValueError(f"A video file must end in .mp4, got {self.path.name!r}.")
+        if self.path.suffix.lower() not in FORMATS:
+            raise ValueError(f"A video file must end in {', '.join(FORMATS)}, got {self.path.name!r}.")
+        self._format = FORMATS[self.path.suffix.lower()]
         self._part = _PartFile(self.path)
         self._container: av.container.OutputContainer | None = None
         self._stream: av.VideoStream | None = None
@@ -85,8 +95,8 @@ class VideoWriter:
         """Append frames.
 
         Args:
-            frames: (T, H, W, 3), numpy or torch on any device, uint8 or floating point in [0, 1]. H and W are even
-                and the same in all calls.
+            frames: (T, H, W, 3), numpy or torch on any device, uint8 or floating point in [0, 1]. H and W are
+                the same in all calls, and even in an mp4 file.
 
         Raises:
             ValueError: wrong shape, dtype, range or size; nothing of ``frames`` is written.
@@ -96,9 +106,10 @@ class VideoWriter:
             raise RuntimeError('Use the writer in a block: `with VideoWriter("out.mp4", fps=16) as writer:`.')
         pixels = _as_uint8(frames)
         height, width = pixels.shape[1:3]
-        if height % 2 or width % 2:
+        if (height % 2 or width % 2) and not self._format.takes_odd_sizes:
             raise ValueError(
-                f"H.264 (yuv420p) needs an even height and width, got {height} x {width}. Crop or pad it by one."
+                f"H.264 (yuv420p) needs an even height and width, got {height} x {width}. Crop or pad it by one, or write "
+                "a .webm file."
             )
         if self._stream is None:
             self._stream = self._open_stream(height, width)
@@ -138,79 +149,18 @@ class VideoWriter:
             self._part.discard()
 
     def _open_stream(self, height: int, width: int) -> av.VideoStream:
-        self._container = av.open(str(self._part.path), "w", format="mp4")
+        self._container = self._format.open(str(self._part.path))
         self._container.metadata["comment"] = self._comment
-        # x264's macroblock tree reads memory it never wrote on AVX-512 machines (seen with PyAV 18.1), so that the same
-        # frames give another file each time. Off costs file size and no quality.
-        options = {"crf": str(self._crf), "mbtree": "0"}
-        stream = self._container.add_stream("libx264", rate=self.fps, options=options)
-        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
-        # Untagged files are read as BT.601 by some players and as BT.709 by others, which shifts the colours.
-        context = stream.codec_context
-        context.colorspace, context.color_range = Colorspace.ITU709, ColorRange.MPEG
-        context.color_primaries = context.color_trc = _BT709
-        return stream
+        return self._format.add_stream(self._container, (height, width), self.fps, self._crf)
 
     def _as_video_frame(self, image: Frames) -> av.VideoFrame:
-        frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(
-            format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
-        )
+        frame = self._format.frame(image)
         frame.pts, frame.time_base = self._num_frames, 1 / self.fps
         return frame
 
     def _encode(self, frame: av.VideoFrame | None) -> None:
         assert self._container is not None and self._stream is not None
         self._container.mux(self._stream.encode(frame))
-
-
-def read_video(path: str | os.PathLike[str], *, max_frames: int | None = None) -> tuple[Frames, float]:
-    """Read a video file.
-
-    Args:
-        path: a file in any format that FFmpeg reads. A rotation in its metadata is not applied.
-        max_frames: stop after so many frames.
-
-    Returns:
-        ``(frames, fps)``: frames is uint8 (T, H, W, 3).
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a readable video, or ``max_frames`` is below 1.
-    """
-    if max_frames is not None:
-        check_int("max_frames", max_frames, minimum=1)
-    source = _existing_file(path)
-    images: list[Frames] = []
-    try:
-        with av.open(str(source)) as container:
-            if not container.streams.video:
-                raise ValueError(f"{source} has no video track.")
-            stream = container.streams.video[0]
-            rate = stream.average_rate or stream.guessed_rate
-            for frame in container.decode(stream):
-                images.append(np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8))
-                if len(images) == max_frames:
-                    break
-    except av.error.FFmpegError as error:
-        raise ValueError(f"{source} is not a readable video: {error}.") from error
-    if not images or not rate:
-        raise ValueError(f"{source} has no video frames or no frame rate.")
-    return np.stack(images), float(rate)
-
-
-def read_image(path: str | os.PathLike[str]) -> Frames:
-    """Read an image file as uint8 (H, W, 3); turned upright by its EXIF data, transparency dropped.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a readable image.
-    """
-    source = _existing_file(path)
-    try:
-        with Image.open(source) as image:
-            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"{source} is not a readable image: {error}.") from error
 
 
 def save_png_atomic(image: Frames | Image.Image, path: str | os.PathLike[str]) -> None:
@@ -230,6 +180,31 @@ def save_png_atomic(image: Frames | Image.Image, path: str | os.PathLike[str]) -
         image = Image.fromarray(image)
     with _atomic_file(Path(path)) as part:
         image.save(part, format="PNG")
+
+
+def save_frames(frames: NDArray[Any] | torch.Tensor, folder: str | os.PathLike[str]) -> None:
+    """Write frames as ``frame-00000.png`` and so on into a new folder, which appears when it is complete.
+
+    Args:
+        frames: (T, H, W, 3), uint8 or floating point in [0, 1].
+        folder: does not exist; the folder it is in does.
+
+    Raises:
+        FileExistsError: it exists.
+        FileNotFoundError: the folder it is in does not.
+        ValueError: wrong shape, dtype or range.
+    """
+    pixels, target = _as_uint8(frames), Path(folder)
+    if target.exists():
+        raise FileExistsError(f"{target} exists: give the name of a new folder.")
+    part = _PartFile(target).path
+    try:
+        part.mkdir()
+        for index, image in enumerate(pixels):
+            Image.fromarray(image).save(part / f"frame-{index:05d}.png")
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def save_contact_sheet(
@@ -311,13 +286,6 @@ def _atomic_file(target: Path) -> Iterator[Path]:
         part.commit()
     finally:
         part.discard()
-
-
-def _existing_file(path: str | os.PathLike[str]) -> Path:
-    source = Path(path)
-    if not source.is_file():
-        raise FileNotFoundError(f"There is no file {source}.")
-    return source
 
 
 def _as_rate(fps: int | float | Fraction) -> Fraction:

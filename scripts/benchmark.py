@@ -9,6 +9,8 @@ python scripts/benchmark.py rollout --model tiny --num-frames 2000 --repeats 3
 python scripts/benchmark.py chunk --preset wan-1.3b --windows 3+9 0+21 --output out/chunk.json
 python scripts/benchmark.py rollout --model wan-1.3b --sink-frames 3 --window-frames 9 --baseline dense-roll
 python scripts/benchmark.py decode --output out/decode.json
+python scripts/benchmark.py sessions --output out/sessions.json
+python scripts/benchmark.py family --families ltx cosmos --output out/families.json
 accelerate launch --multi_gpu --num_processes 2 --num_machines 1 scripts/benchmark.py parallel --preset wan-14b --guided
 python scripts/benchmark.py sizing
 """
@@ -26,7 +28,13 @@ import torch
 
 from diffusers_ardiff.benchmarks import OpCase, anchor_cases, measure_op, measure_write, order_cases, plot_op
 from diffusers_ardiff.benchmarks.chunk import add_chunk_command
-from diffusers_ardiff.benchmarks.commands import add_decode_command, add_plot_command, add_rollout_command
+from diffusers_ardiff.benchmarks.commands import (
+    add_decode_command,
+    add_plot_command,
+    add_rollout_command,
+    add_sessions_command,
+)
+from diffusers_ardiff.benchmarks.family import add_family_command
 from diffusers_ardiff.benchmarks.parallel import add_parallel_command
 from diffusers_ardiff.benchmarks.sizing import add_sizing_command
 from diffusers_ardiff.doctor import DTYPES, examine
@@ -67,6 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     add_rollout_command(commands)
     add_decode_command(commands)
     add_plot_command(commands)
+    add_sessions_command(commands)
+    add_family_command(commands)
     add_parallel_command(commands)
     add_sizing_command(commands)
     options = parser.parse_args()

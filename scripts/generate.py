@@ -40,7 +40,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output",
         type=Path,
         default=Path("video.mp4"),
-        help=".mp4; several prompts add a number (default: %(default)s)",
+        help=".mp4, .webm or .gif; several prompts add a number (default: %(default)s)",
     )
     parser.add_argument("--num-frames", type=int, help="pixel frames of a video (default: the recipe's)")
     parser.add_argument("--height", type=int, help="pixels (default: the recipe's)")
@@ -49,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seed", type=int, default=0, help="of the first video; the next ones count on (default: %(default)s)"
     )
     parser.add_argument("--image", type=Path, help="image file the video begins with")
-    parser.add_argument("--video", type=Path, help="video file to continue, 1 + 4n frames")
+    parser.add_argument("--video", type=Path, help="video file or folder of pictures to continue, 1 + 4n frames")
     parser.add_argument(
         "--switch",
         nargs=2,
@@ -62,6 +62,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--blend-chunks", type=int, default=0, help="chunks that a blend takes, at least 1 for it")
     parser.add_argument("--model", default="tiny", help="built-in model, diffusers folder or hub id (default: tiny)")
     parser.add_argument("--checkpoint", help="original-layout weights to load over the model")
+    parser.add_argument("--lora", help="LoRA file that belongs to the checkpoint, merged into it")
     parser.add_argument("--recipe", help=f"a .json file or one of {', '.join(list_recipes())} (default: the model's)")
     parser.add_argument("--fps", type=float, help="of the file (default: the recipe's)")
     parser.add_argument(
@@ -130,9 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit_bytes=args.limit_bytes,
             guidance_scale=args.guidance_scale,
             negative_prompt=args.negative_prompt,
-            model=f"{args.model} {args.checkpoint or ''}".strip(),
+            model=" ".join(filter(None, (args.model, args.checkpoint, args.lora))),
         )
-        pipeline = load_pipeline(args.model, state.device, recipe=args.recipe, checkpoint=args.checkpoint)
+        pipeline = load_pipeline(
+            args.model, state.device, recipe=args.recipe, checkpoint=args.checkpoint, lora=args.lora
+        )
         if args.ulysses != 1 or args.guidance_parallel or args.decode_rank:
             pipeline.enable_parallelism(
                 ulysses_degree=args.ulysses, guidance_parallel=args.guidance_parallel, decode_rank=args.decode_rank

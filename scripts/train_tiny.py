@@ -1,10 +1,13 @@
 """Trains the built-in tiny text-to-video model in resumable pieces and exports it as a diffusers folder.
 
     python scripts/train_tiny.py --stage vae --minutes 5 --state runs/tiny --device cuda
-    python scripts/train_tiny.py --stage vae --minutes 5 --state runs/tiny --device cuda --seed 2 --clip 3 121
-    python scripts/train_tiny.py --stage transformer --minutes 8 --state runs/tiny --device cuda --seed 1
-    python scripts/train_tiny.py --stage transformer --minutes 5 --state runs/tiny --device cuda --seed 2
+    python scripts/train_tiny.py --stage vae --minutes 2 --state runs/tiny --device cuda --seed 2 --clip 3 121
+    python scripts/train_tiny.py --stage transformer --minutes 7 --state runs/tiny --device cuda --seed 1
+    python scripts/train_tiny.py --stage transformer --minutes 4 --state runs/tiny --device cuda --seed 2
     python scripts/train_tiny.py --export diffusers_ardiff/builtin/tiny --state runs/tiny
+
+The shipped weights come from pieces of this kind, but not from these commands to the bit: recoloured histories
+(`latents`) joined in the last piece only, tints (`shapes`) and words read apart (`models.encode_apart`) came after it.
 
 A piece goes on from the averaged weights in `--state` with a fresh optimiser; give every piece its own seed. `--steps`
 replaces the clock, for a run that does not depend on the speed of the machine. `--debug` shrinks everything so that

@@ -4,11 +4,14 @@ import pytest
 import torch
 from dense import relative_error
 from interpreted_triton import scalars_index  # noqa: F401  (a fixture for every test here)
+from live_streams import stream_of, take
 from paged_cases import make_states
 from rollouts import make_manager, pool_bytes
 from test_compile import CountingBackend
+from tiny_components import QUICK, make_pipeline
 from tiny_wan import PagedRun, latents_of, text_of, tiny_transformer
 
+from diffusers_ardiff import CacheOptions
 from diffusers_ardiff.attention import QKNorm, op, paged_norm_rope_write_attn
 from diffusers_ardiff.context import PagedForwardContext
 from diffusers_ardiff.processors import attach
@@ -74,6 +77,18 @@ def test_fused_transformer_equals_torch(fused_projections: bool, shuffle_seed: i
                 run.branches = both
         outputs = [run.forward(latents_of(2, rows=2, seed=chunk), 500, text_of(rows=2)) for run in runs]
         assert relative_error(outputs[1], outputs[0]) < 1e-5
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+def test_sinks_turn_and_extra_rows_stay_as_with_torch() -> None:
+    """Sink keys that the kernel wrote are turned in place; the second chunk of a rolling window is extra rows."""
+    pipe, latents = make_pipeline(QUICK.replace(rope_policy="relative", context_mode="rolling")), []
+    for write in ("torch", "fused"):
+        with stream_of(pipe, cache=CacheOptions(write=write)) as stream:
+            assert stream.rollout.runner.attachment.choose_write("cpu", torch.float32).eager == (write == "fused")
+            latents.append(take(stream, 3))
+            assert stream.rollout.sessions[0].branch().sink.offset != 0
+    assert 0 < relative_error(latents[1], latents[0]) < 1e-4
 
 
 @pytest.mark.usefixtures("fused_on_cpu")

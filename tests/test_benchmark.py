@@ -5,11 +5,14 @@ import runpy
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_components import QUICK, host_state, make_pipeline
+from counting import CountingBackend
+from tiny_components import QUICK, host_state, make_pipeline, record_pools
 
+from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.attention import fused_write_refusals
 from diffusers_ardiff.benchmarks import (
     OpCase,
@@ -27,6 +30,7 @@ from diffusers_ardiff.benchmarks.op import SteadyState
 from diffusers_ardiff.benchmarks.report import describe
 from diffusers_ardiff.benchmarks.rollout import RolloutSettings, count_chunks, measure_rollout
 from diffusers_ardiff.benchmarks.write import WriteInputs, norm_rope, norm_rope_scatter
+from diffusers_ardiff.pipelines.warmup import WarmupReport
 from diffusers_ardiff.recipes import load_recipe
 
 CPU = torch.device("cpu")
@@ -292,6 +296,37 @@ def test_rollout_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert baseline["ratio"] == pytest.approx(baseline["steady_seconds"] / baseline["ours"])
     assert result["pixel_fps"] == pytest.approx(4 / result["mean_seconds"])
     assert "window 3 (1+2) latent frames" in printed and f"{baseline['ratio']:.2f} x" in printed
+
+
+def test_rollout_script_warm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rollouts run in the pool that the warm-up left, and compile nothing more."""
+    torch._dynamo.reset()
+    counting, pools = CountingBackend("eager"), []
+    plain = ARDiffusionPipeline.warmup
+
+    def counted(self: ARDiffusionPipeline, *, compile: bool, **call: Any) -> WarmupReport:
+        report = plain(self, compile={"backend": counting} if compile else False, **call)
+        pools.append(self._warm.manager)
+        return report
+
+    monkeypatch.setattr(ARDiffusionPipeline, "warmup", counted)
+    folder, output = tmp_path / "model", tmp_path / "rollout.json"
+    make_pipeline(recipe=ONE_STEP).save_pretrained(folder)
+    arguments = ["rollout", "--model", str(folder), "--measured-chunks", "2", "--device", "cpu", "--latents-only"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments, "--compile", "--output", str(output)])
+    with record_pools() as made:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    (result,) = json.loads(output.read_text())["results"]
+    assert [pool() for pool in made] == pools and len(counting.graphs) == 1
+    assert result["forwards"] == {"compiled": True, "graphs": False}
+    assert (result["warmup"]["num_graphs"], result["warmup"]["num_compiled_shapes"]) == (0, 1)
+    assert "forwards compiled: warm after" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments, "--compile", "--baseline", "dense-roll"])
+    with pytest.raises(ValueError, match="no match for --compile"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    torch._dynamo.reset()
 
 
 def test_decode_result() -> None:

@@ -144,6 +144,20 @@ class TestPipeline:
         assert torch.equal(torch.cat(parts, dim=1), fast)
         torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)
 
+    def test_warmup_of_the_pipeline_warms_the_decoder_too(self, pipe: ARDiffusionPipeline) -> None:
+        """For the same size, chunks and number of videos; not where nothing is decoded, or nothing is to be compiled."""
+        warm = {"compile": False, "cuda_graphs": False, "num_videos": 2, "height": 48}
+        assert pipe.warmup(**warm).decoder_seconds == 0
+        pipe.set_decoder(compile=True)
+        pipe._decoding = Decoding(pipe.vae, None, pipe.decoding.options, compiler=COMPILER)
+        assert pipe.warmup(**warm, decode=False).decoder_seconds == 0
+        assert counters["stats"]["unique_graphs"] == 0
+        report = pipe.warmup(**warm)
+        assert 0 < report.decoder_seconds < report.total_seconds and "decoder compiled in" in str(report)
+        assert counters["stats"]["unique_graphs"] == 3
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert pipe([PROMPT] * 2, num_frames=33, height=48, output_type="pt").frames.shape[1] == 33
+
     def test_overlap_needs_a_gpu(self, pipe: ARDiffusionPipeline) -> None:
         pipe.set_decoder(overlap=True)
         for use in (pipe, pipe.stream):

@@ -14,6 +14,7 @@ from recorders import FunctionRecorder
 from tiny_components import QUICK, RECIPE, make_pipeline, random_embeds, record_pools
 
 from diffusers_ardiff import ARDiffusionPipeline, CacheOptions
+from diffusers_ardiff.pipelines.denoise import FrameStep
 from diffusers_ardiff.pipelines.warmup import WarmupReport, run_warmup
 
 NUM_CHUNKS = 6
@@ -79,10 +80,22 @@ class TestReplay:
         """Both come from one captured forward, whose output tensor is one and the same."""
         with stream_of(pipe) as stream, torch.no_grad():
             noise = torch.randn(2, *stream.rollout.shape.chunk(3), generator=torch.Generator().manual_seed(4))
-            first = stream.rollout.predict(noise[0], 1000.0, 1.0)
+            first = stream.rollout.predict(FrameStep(latents=noise[0], timestep=1000.0), 1.0)
             kept = first.clone()
-            stream.rollout.predict(noise[1], 500.0, 1.0)
+            stream.rollout.predict(FrameStep(latents=noise[1], timestep=500.0), 1.0)
         assert torch.equal(first, kept)
+
+    def test_no_gradients_whoever_asks(self, pipe: ARDiffusionPipeline) -> None:
+        """A commit that a caller runs outside of ``no_grad`` kept a graph of the whole model, and compiled it again."""
+        trained = make_pipeline(QUICK)
+        trained.transformer.requires_grad_(True)
+        with stream_of(trained) as stream:
+            take(stream, 1)
+            stream.set_embeds({"positive": NEW})
+            assert stream.rollout.sessions[0].branch().committed_tokens > 0, "the commit that was due"
+            step = FrameStep(latents=torch.zeros(stream.rollout.shape.chunk(3)), timestep=500.0)
+            assert not stream.rollout.predict(step, 1.0).requires_grad
+            assert not stream.rollout.sessions[0].branch().storage.key_pools[0].requires_grad
 
     def test_a_second_stream_has_a_pool_of_its_own(self, pipe: ARDiffusionPipeline) -> None:
         with stream_of(pipe) as first, record_pools() as pools, stream_of(pipe) as second:

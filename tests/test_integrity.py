@@ -28,6 +28,7 @@ class Twin:
     origin: int = SINK
     written_end: int = 0
     stale_start: int | None = None
+    turned: int = 0
 
     def fork(self) -> Twin:
         twin = copy.copy(self)
@@ -51,6 +52,8 @@ class Twin:
         rewritten = start <= self.origin or length >= WINDOW
         self.written_end = end if rewritten else max(self.written_end, end)
         self.pending = []
+        if start < SINK:
+            self.turned = 0
 
     def intact(self) -> list[int]:
         """Committed positions whose bytes nobody may have touched."""
@@ -88,13 +91,14 @@ class World:
             self.forward: 6.0,
             self.commit: 6.0,
             self.abort: 1.5,
-            self.fork: 3.0,
+            self.fork: 4.0,
             self.restore: 0.7,
             self.offload: 0.7,
             self.onload: 2.0,
             self.flush: 1.0,
             self.reset: 0.2,
             self.recache: 1.0,
+            self.turn: 1.0,
             self.close: 2.5,
         }
         action = self.rng.choices(list(actions), list(actions.values()))[0]
@@ -233,6 +237,16 @@ class World:
         twin.origin = max(twin.origin, twin.end - min(keep, WINDOW))
         twin.stale_start, twin.pending = None, []
 
+    def turn(self) -> None:
+        """A "rotation" that doubles the sink's keys at each step, so that turning twice would not go unnoticed."""
+        session = self.pick(lambda s: not s.offloaded and self.twins[s].end >= SINK)
+        if session is not None:
+            twin, offset = self.twins[session], self.rng.randint(0, 3)
+            twice = torch.full((1, 1, 1, 2), 2.0**offset)
+            session.branch().turn_sink(offset, (twice, torch.zeros_like(twice)) if offset else None)
+            twin.turned = offset
+            self.done.add("turned")
+
     def reset(self) -> None:
         if (session := self.pick()) is not None:
             session.reset()
@@ -261,8 +275,9 @@ def check_values(branch: Branch, twin: Twin) -> None:
         return
     storage = branch.storage
     slots = storage.slots(torch.tensor([twin.storage_index(p) for p in positions]), branch.run)
-    expected = torch.tensor([twin.tokens[p] for p in positions])
-    for pools in (storage.key_pools, storage.value_pools):
+    values = torch.tensor([twin.tokens[p] for p in positions])
+    keys = values * torch.tensor([2.0**twin.turned if p < SINK else 1.0 for p in positions])
+    for pools, expected in ((storage.key_pools, keys), (storage.value_pools, values)):
         for pool, sign in zip(pools, (1.0, -1.0), strict=True):
             assert torch.equal(pool[slots, 0, 0], sign * expected), positions
 
@@ -272,7 +287,7 @@ def test_random_sequences_against_an_explicit_list(seed: int) -> None:
     world = World(seed)
     for _ in range(500):
         world.step()
-    assert world.done >= {"child", "grandchild", "stale"}
+    assert world.done >= {"child", "grandchild", "stale", "turned"}
     assert "full" in world.done or world.manager.evict
     for session in world.rng.sample(list(world.twins), len(world.twins)):
         session.close()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from test_docs import blocks
 from tiny_components import PROMPT, QUICK, make_pipeline
 
 from diffusers_ardiff.generation import GenerationRequest, load_pipeline
@@ -169,6 +170,16 @@ def test_a_launch_with_fewer_processes_is_refused(model: Path, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+def test_the_docs_lines_run_on_two_processes(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "several_gpus.md"
+    (block,) = [block for block in blocks(page) if block.needs == ("processes",)]
+    script = tmp_path / "lines.py"
+    script.write_text(f"{block.code}\nprint(layout.ulysses_degree, output_type, video.shape[0])\n")
+    done = launch(script)
+    assert done.returncode == 0, done.stderr
+    assert "2 np 1" in done.stdout and "2 latent 1" in done.stdout
+
+
 # -- one process ----------------------------------------------------------------------------------------------------
 
 
@@ -230,3 +241,18 @@ def test_every_prompt_has_one_team(model: Path, tmp_path: Path, num_processes: i
         assert shares.setdefault(job.layout.team, job.mine) == job.mine
     assert sorted(index for share in shares.values() for index in share) == list(range(7))
     assert len(shares) == num_processes // degree
+
+
+def test_resume_of_webm_files(model: Path, tmp_path: Path) -> None:
+    pipe = load_pipeline(str(model), torch.device("cpu"))
+    webm = GenerationRequest(prompts=PROMPTS[:2], output=tmp_path / "clip.webm", num_frames=9)
+    for expected in ("made", "kept"):
+        assert [result.status for result in generate_videos(pipe, webm, resume=True)] == [expected] * 2
+
+
+def test_gif_files_cannot_be_resumed(model: Path, tmp_path: Path) -> None:
+    pipe = load_pipeline(str(model), torch.device("cpu"))
+    gif = GenerationRequest(prompts=[PROMPT], output=tmp_path / "clip.gif", num_frames=9)
+    with pytest.raises(ValueError, match=r"clip\.gif.*can't hold.*\.mp4 or \.webm"):
+        Job(pipe, gif, resume=True)
+    assert [result.status for result in generate_videos(pipe, gif)] == ["made"]

@@ -20,6 +20,7 @@ from diffusers_ardiff.attention import paged_write_attn, write_attn_in_turn
 from diffusers_ardiff.cache import Branch, RingGeometry, RingState
 from diffusers_ardiff.cache.merged import begin_merged, finish_merged, plan_merged
 from diffusers_ardiff.merged import MergedForwardContext, MergedLayerInputs
+from diffusers_ardiff.pipelines.denoise import FrameStep
 from diffusers_ardiff.pipelines.warmup import run_warmup
 
 
@@ -251,13 +252,13 @@ class TestPipeline:
             noise = torch.randn(rollout.shape.chunk(3), generator=torch.Generator().manual_seed(5))
             with torch.no_grad():
                 with failing(pipe.transformer.blocks[1].ffn, OSError()), pytest.raises(OSError):
-                    rollout.predict(noise, 1000.0, 1.0)
+                    rollout.predict(FrameStep(latents=noise, timestep=1000.0), 1.0)
                 with pytest.raises(RuntimeError, match="stale"):
-                    rollout.predict(noise, 1000.0, 1.0)
+                    rollout.predict(FrameStep(latents=noise, timestep=1000.0), 1.0)
                 rollout.recache({"positive": text})
                 plain.rollout._rewrite_window({"positive": None})
                 plain.rollout.recache({"positive": plain.rollout._text_of([plain.rollout.sessions[0].branch()])})
-                outs = [one.rollout.predict(noise, 1000.0, 1.0) for one in (stream, plain)]
+                outs = [one.rollout.predict(FrameStep(latents=noise, timestep=1000.0), 1.0) for one in (stream, plain)]
             assert rollout.sessions[0].branch().committed_tokens == 9 * 6
             assert relative_error(rollout.recent_latents, plain.rollout.recent_latents) < 1e-4
             assert relative_error(*outs) < 1e-4

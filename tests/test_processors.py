@@ -14,6 +14,7 @@ from diffusers import (
 )
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from spoiled_offload import offloading_that_spoils_weights
 from tiny_wan import (
     CHANNELS,
     HEADS,
@@ -396,18 +397,24 @@ def test_text_is_projected_once_a_prompt(transformer) -> None:
     assert len(calls) == 4
 
 
-def test_text_under_group_offloading(transformer) -> None:
+@pytest.mark.parametrize(
+    "options", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}, {"num_blocks_per_group": 2}]
+)
+def test_text_under_group_offloading(transformer, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text K/V call parts of a block, and block-level offloading brings the block in only when it is called itself:
-    weights were met on the wrong device. Leaf-level hooks sit on those parts."""
+    weights were met on the wrong device, here as NaN. Leaf-level hooks sit on those parts."""
     expected = attach_paged_attention(tiny_transformer()).compute_text_kv(text_of())
-    cpu = torch.device("cpu")
-    transformer.enable_group_offload(cpu, cpu, offload_type="leaf_level")
+    on_device = offloading_that_spoils_weights(monkeypatch)
+    transformer.enable_group_offload("cpu", "cpu", **{"offload_type": "block_level", **options})
+    assert transformer.blocks[1].attn2.to_k.weight.isnan().all()
     text = attach_paged_attention(transformer).compute_text_kv(text_of())
-    assert torch.equal(text.layers[1].key, expected.layers[1].key)
-    whole = tiny_transformer()
-    whole.enable_group_offload(cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
-    with pytest.raises(NotImplementedError, match="leaf_level"):
-        attach_paged_attention(whole).compute_text_kv(text_of())
+    for layer, plain in zip(text.layers, expected.layers, strict=True):
+        assert torch.equal(layer.key, plain.key) and torch.equal(layer.value, plain.value)
+    assert transformer.blocks[1].attn2.to_k.weight.isnan().all() and not on_device
+    if "num_blocks_per_group" in options:
+        with pytest.raises(RuntimeError):
+            attach_paged_attention(transformer).compute_text_kv(torch.zeros(1, 1, 3))
+        assert not on_device
 
 
 def test_failed_text_leaves_the_old_one(transformer) -> None:

@@ -26,9 +26,16 @@ PUBLISHED = {
     "causal-forcing-framewise-1step": (1, 0, None, 21, (1000.0,), FOUR_STEPS, 5.0, True),
     "causal-forcing-framewise-2step": (1, 0, None, 21, (1000.0, 500.0), None, 5.0, True),
     "causvid": (3, 0, None, 21, (1000.0, 757.0, 522.0), None, 8.0, False),
+    "krea": (3, 1, 5, None, FOUR_STEPS, None, 5.0, True),
     "longlive": (3, 3, window_from_peer(12, 3), None, FOUR_STEPS, None, 5.0, True),
+    "rolling-forcing": (3, 3, 6, None, (1000.0, 800.0, 600.0, 400.0, 200.0), None, 5.0, True),
+    "longlive-2": (8, 8, window_from_peer(32, 8), None, FOUR_STEPS, None, 5.0, True),
+    "reward-forcing": (3, 3, window_from_peer(9, 3), None, FOUR_STEPS, None, 5.0, True),
     "self-forcing": (3, 0, window_from_peer(-1, 0), 21, FOUR_STEPS, None, 5.0, True),
 }
+
+# name: (context mode, clean last step, RoPE policy, its limit) where they are not the usual ones
+HOW = {"krea": ("recompute", True, "capped", 6), "rolling-forcing": ("rolling", False, "relative", None)}
 
 
 def test_listed_are_the_published_ones() -> None:
@@ -50,12 +57,10 @@ def test_published_numbers(name: str) -> None:
     )
     assert recipe.name == name
     assert numbers == PUBLISHED[name]
-    assert (recipe.fps, recipe.guidance_scale, recipe.commit_timestep, recipe.rope_policy) == (
-        16,
-        1.0,
-        0.0,
-        "absolute",
-    )
+    fps = 24 if name == "longlive-2" else 16
+    assert (recipe.fps, recipe.guidance_scale, recipe.commit_timestep) == (fps, 1.0, 0.0)
+    how = (recipe.context_mode, recipe.clean_last_step, recipe.rope_policy, recipe.rope_limit_frames)
+    assert how == HOW.get(name, ("commit", False, "absolute", None))
     assert recipe.source
 
 
@@ -115,7 +120,7 @@ def test_timesteps_refuse_what_is_no_chunk_index(chunk_index: Any) -> None:
         ("denoising_steps", [], r"denoising_steps = \[\].*at least one step"),
         ("denoising_steps", 1000, "denoising_steps = 1000.*strictly decreasing"),
         ("denoising_steps", "1000", "denoising_steps = '1000'.*strictly decreasing"),
-        ("denoising_steps", [1000, 0], r"denoising_steps contains 0.*\(0, 1000\].*leave a final 0 out"),
+        ("denoising_steps", [1000, 0], r"denoising_steps contains 0.*\(0, 1000\].*clean_last_step=True"),
         ("denoising_steps", [1001], r"denoising_steps contains 1001.*\(0, 1000\]"),
         ("denoising_steps", [1000, math.nan], r"denoising_steps contains nan.*\(0, 1000\]"),
         ("denoising_steps", [1000, "750"], r"denoising_steps contains '750'"),
@@ -131,7 +136,7 @@ def test_timesteps_refuse_what_is_no_chunk_index(chunk_index: Any) -> None:
         ("commit_timestep", -1, "commit_timestep = -1.*from 0 to 1000"),
         ("commit_timestep", 1000.5, r"commit_timestep = 1000\.5.*from 0 to 1000"),
         ("commit_timestep", math.nan, "commit_timestep = nan"),
-        ("rope_policy", "relative", "rope_policy = 'relative'.*'absolute'"),
+        ("rope_policy", "spiral", "rope_policy = 'spiral'.*'absolute'"),
         ("fps", 0, "fps.*0"),
         ("height", -5, "height.*-5"),
         ("width", None, "width.*None"),

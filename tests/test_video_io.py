@@ -205,7 +205,7 @@ class TestRefusals:
             save_contact_sheet(make_frames(), tmp_path / "absent" / "image.png")
 
     def test_names(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"end in \.mp4"):
+        with pytest.raises(ValueError, match=r"end in \.mp4, \.webm, \.gif"):
             VideoWriter(tmp_path / "video.avi", 16)
         (tmp_path / "folder.mp4").mkdir()
         with pytest.raises(IsADirectoryError, match=r"folder\.mp4 is a folder"):

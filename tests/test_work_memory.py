@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_light_decoder import make_light
 from test_vae_stream import make_vae
-from tiny_components import PROMPT, QUICK, make_pipeline, make_transformer
+from tiny_components import PROMPT, QUICK, TOKENS_PER_FRAME, make_pipeline, make_transformer
 
 from diffusers_ardiff.cache import KVShape, RingGeometry, plan_memory
 from diffusers_ardiff.pipelines.decoding import DecodeOptions, Decoding
@@ -85,6 +85,19 @@ class TestPlan:
         assert plan.peak_bytes == plan.total_bytes + max(plan.forward_bytes, plan.decode_bytes)
         assert "Working memory of a forward about" in str(plan)
         assert pipe.plan_memory(decode=False).decode_bytes == 0
+
+    def test_the_largest_forward_of_a_recipe_counts(self) -> None:
+        """A rolling window of three chunks, with a timestep a token; a context of five frames before chunks of one."""
+        pipe = make_pipeline(QUICK)
+        rolling = QUICK.replace(context_mode="rolling", denoising_steps=(1000, 700, 400))
+        frames, tokens = 3 * QUICK.chunk_frames, 3 * QUICK.chunk_frames * TOKENS_PER_FRAME
+        expected = forward_bytes(pipe.transformer, (1, 16, frames, 4, 6), tokens)
+        assert pipe.plan_memory(recipe=rolling).forward_bytes == expected
+        assert expected > forward_bytes(pipe.transformer, (1, 16, frames, 4, 6))
+        recompute = QUICK.replace(context_mode="recompute", chunk_frames=1)
+        assert (QUICK.num_sink_frames, QUICK.num_window_frames) == (1, 5)
+        expected = forward_bytes(pipe.transformer, (1, 16, 5, 4, 6))
+        assert pipe.plan_memory(recipe=recompute).forward_bytes == expected
 
     def test_overlapped_work_adds_up(self) -> None:
         pipe = make_pipeline(QUICK)

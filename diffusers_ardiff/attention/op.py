@@ -258,8 +258,9 @@ def paged_norm_rope_write_attn(
     """``paged_write_attn`` of projections: queries and keys are normalised and rotated by the kernel that writes.
 
     Args:
-        inputs: this layer's tensors, from a prepared forward context without extra rows.
-        query, keys, values: (R, L, H, D) of one dtype, as projected; strided chunks of one projection are read in place.
+        inputs: this layer's tensors, from a prepared forward context.
+        query, keys, values: (R, L, H, D) of one dtype, as projected, extra rows (A of the L) last; strided chunks of one
+            projection are read in place.
         rotary: cos and sin, (1 or R, L, 1, D) float32, every angle twice in a row.
         norm: weights and eps.
         softmax_scale: D ** -0.5 by default.

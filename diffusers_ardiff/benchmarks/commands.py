@@ -1,4 +1,4 @@
-"""The ``rollout`` and ``decode`` commands of ``scripts/benchmark.py``."""
+"""The ``rollout``, ``decode`` and ``sessions`` commands of ``scripts/benchmark.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import gc
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from ..doctor import DTYPES
 from ..generation import load_pipeline
 from ..pipelines import ARDiffusionPipeline
 from ..recipes import load_recipe
+from . import sessions
 from .decode import VARIANTS, DecodeCase, describe_decode, measure_decode
 from .dense_roll import measure_dense_roll
 from .models import WAN_SHAPES, build_light_decoder, build_pipeline, windowed
 from .plot import plot_rollout
 from .report import RolloutResult, describe, window_label
-from .rollout import RolloutSettings, measure_rollout
+from .rollout import RolloutSettings, measure_rollout, warm_up
 
 DECODERS = ("wan", "light", "none")
 
@@ -43,6 +44,8 @@ def add_rollout_command(commands: Any) -> None:
     parser.add_argument("--latents-only", action="store_const", const="none", dest="decoder", help="--decoder none")
     parser.add_argument("--compile-decoder", action="store_true")
     parser.add_argument("--channels-last", action="store_true", help="of the decoder's weights")
+    parser.add_argument("--compile", action="store_true", help="the transformer's blocks, by pipe.warmup")
+    parser.add_argument("--graphs", action="store_true", help="replay forwards as CUDA graphs, by pipe.warmup")
     parser.add_argument("--overlap", action="store_true", help="decode beside the next chunk's denoising")
     parser.add_argument("--baseline", choices=["dense-roll"], help="time this in the same run and print the ratio")
     parser.add_argument("--backend", help="attention backend (default: chosen)")
@@ -66,6 +69,16 @@ def add_decode_command(commands: Any) -> None:
     parser.set_defaults(run=run_decode, plot=None)
 
 
+def add_sessions_command(commands: Any) -> None:
+    """``sessions``: joint forwards and forks."""
+    parser = commands.add_parser("sessions", help="several sessions in one forward, and the cost of a fork")
+    parser.add_argument("--tiny", action="store_true", help="at a size for a CPU; default: Wan 1.3B, LingBot")
+    parser.add_argument("--only", choices=["together", "fork"], help="default: both")
+    parser.add_argument("--repeats", type=int, default=10)
+    _add_outputs(parser)
+    parser.set_defaults(run=run_sessions, plot=None)
+
+
 def add_plot_command(commands: Any) -> None:
     """``plot``: a chart from files that ``rollout --output`` wrote, perhaps on another machine."""
     parser = commands.add_parser("plot", help="draw the .json files of the rollout command")
@@ -86,11 +99,16 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time one rollout after the other; prints each as it is done."""
+    if options.baseline is not None and (options.compile or options.graphs):
+        raise ValueError("--baseline is launched kernel by kernel, so it is no match for --compile or --graphs.")
     pipeline = prepare_pipeline(options)
     settings = _settings(options, pipeline)
     recipe = settings.recipe
     assert recipe is not None
     warmup = pipeline.warmup_decoder(recipe=recipe) if settings.decode else 0.0
+    warm = None
+    if options.compile or options.graphs:
+        warm = warm_up(pipeline, settings, compile=options.compile, cuda_graphs=options.graphs)
     # Kernels are loaded before anything is timed.
     measure_rollout(pipeline, replace(settings, measured_chunks=2, num_frames=None))
     factor, results = pipeline.vae_scale_factor_temporal, []
@@ -104,16 +122,24 @@ def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
             "decoder": options.decoder,
             "decoder_options": vars(pipeline.decoding.options),
             "decoder_warmup_seconds": warmup,
+            "forwards": {"compiled": options.compile, "graphs": options.graphs},
+            "warmup": None if warm is None else asdict(warm),
             "pixel_fps": recipe.chunk_frames * factor / result.mean_seconds,
         }
         print(f"{options.model}, {describe(recipe, result, factor, options.decoder)}", flush=True)
         if settings.decode:
             print(f"  decoder warm-up {warmup:.1f} s, options {report['decoder_options']}", flush=True)
+        print(f"  forwards {_forwards_label(options)}" + ("" if warm is None else f": {warm}"), flush=True)
         report |= result.to_dict()
         if options.baseline is not None:
             report["baseline"] = run_baseline(pipeline, settings, result)
         results.append(report)
     return results
+
+
+def _forwards_label(options: argparse.Namespace) -> str:
+    names = [name for name, chosen in (("compiled", options.compile), ("replayed", options.graphs)) if chosen]
+    return " and ".join(names) or "eager"
 
 
 def run_baseline(pipeline: ARDiffusionPipeline, settings: RolloutSettings, result: RolloutResult) -> dict[str, Any]:
@@ -179,4 +205,20 @@ def run_decode(options: argparse.Namespace) -> list[dict[str, Any]]:
     results = measure_decode(case, options.variants, torch.device(options.device))
     for result in results:
         print(describe_decode(case, result), flush=True)
+    return results
+
+
+def run_sessions(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure joint forwards and forks; prints each as it is done."""
+    together, fork = sessions.tiny_cases() if options.tiny else (sessions.TogetherCase(), sessions.ForkCase())
+    counts: dict[str, Any] = {"device": torch.device(options.device), "repeats": options.repeats}
+    results = []
+    measured = {
+        "together": lambda: sessions.measure_together(together, **counts),
+        "fork": lambda: sessions.measure_fork(fork, **counts),
+    }
+    for name, measure in measured.items():
+        if options.only in (None, name):
+            results.append(measure())
+            print(sessions.describe(results[-1]), flush=True)
     return results

@@ -22,7 +22,8 @@ from ..pipelines import ARDiffusionPipeline, CacheOptions
 from ..pipelines.steps import NoiseSource, add_noise, predict_clean
 from ..pipelines.window import LatentShape
 from ..processors.attach import OffsetRope, PagedAttachment
-from ..processors.wan import HostSettings, PagedWanCrossAttnProcessor, _project_out, _project_qkv
+from ..processors.base import HostSettings, project_out, project_qkv
+from ..processors.wan import PagedWanCrossAttnProcessor
 from ..recipes import Recipe
 from ..rope import Rotary, VideoRope, apply_rotary
 from .bare import BareKernel, bare_kernels
@@ -92,13 +93,13 @@ class DenseRollAttnProcessor(HostSettings):
         rotary_emb: Rotary | None = None,
     ) -> torch.Tensor:
         """hidden_states (rows, tokens, dim) -> the same shape."""
-        query, key, value = _project_qkv(attn, hidden_states)
+        query, key, value = project_qkv(attn, hidden_states)
         query = attn.norm_q(query).unflatten(2, (attn.heads, -1))
         key = attn.norm_k(key).unflatten(2, (attn.heads, -1))
         if rotary_emb is not None:
             query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
         end = self._write(key, value.unflatten(2, (attn.heads, -1)))
-        return _project_out(attn, self._kernel(query, self._cache[0, :, :end], self._cache[1, :, :end]))
+        return project_out(attn, self._kernel(query, self._cache[0, :, :end], self._cache[1, :, :end]))
 
     def _write(self, key: torch.Tensor, value: torch.Tensor) -> int:
         shift, at = self.place

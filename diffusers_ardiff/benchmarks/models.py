@@ -38,9 +38,9 @@ def build_pipeline(name: str, device: torch.device, dtype: torch.dtype = torch.b
             f"unknown model {name!r}; known: {sorted(WAN_SHAPES)}, a diffusers folder or a built-in model."
         )
     torch.manual_seed(0)
-    with _made_on(device, dtype):
+    with made_on(device, dtype):
         transformer = WanTransformer3DModel(cross_attn_norm=True, **WAN_SHAPES[name])
-    _keep_float32(transformer)
+    keep_float32(transformer)
     no_text: Any = None
     pipe = ARDiffusionPipeline(
         tokenizer=no_text,
@@ -56,13 +56,13 @@ def build_pipeline(name: str, device: torch.device, dtype: torch.dtype = torch.b
 
 def build_vae(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AutoencoderKLWan:
     """The VAE of Wan 2.1 with random weights."""
-    with _made_on(device, dtype):
+    with made_on(device, dtype):
         return AutoencoderKLWan().eval().requires_grad_(False)
 
 
 def build_light_decoder(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> LightDecoder:
     """A light decoder of the published sizes for Wan 2.1 with random weights."""
-    with _made_on(device, dtype):
+    with made_on(device, dtype):
         return LightDecoder().eval().requires_grad_(False)
 
 
@@ -92,7 +92,8 @@ def windowed(recipe: Recipe, sink_frames: int | None, window_frames: int | None)
 
 
 @contextmanager
-def _made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Modules made inside are on that device and of that dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -102,7 +103,7 @@ def _made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _keep_float32(model: Any) -> None:
+def keep_float32(model: Any) -> None:
     """What ``from_pretrained`` does: the parts a model lists stay in float32."""
     for name, parameter in model.named_parameters():
         if any(part in name.split(".") for part in model._keep_in_fp32_modules or ()):

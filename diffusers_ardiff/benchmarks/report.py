@@ -48,7 +48,7 @@ class RolloutResult:
         compared: chunks right after it, and at the end, whose medians are compared.
         time_to_first_chunk: seconds from the call to the first frames, memory allocated in between.
         footprint_after_fill, footprint_at_end: of the cache.
-        weights_bytes: on the device before the call; None on the CPU.
+        weights_bytes: on the device before the call, a warm pool left out; None on the CPU.
         planned_bytes: the memory plan, working memory included.
     """
 

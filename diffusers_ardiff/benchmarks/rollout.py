@@ -15,11 +15,12 @@ import torch
 from ..cache import KVManager, MemoryPlan
 from ..pipelines import ARChunk, ARDiffusionPipeline, ARStream, CacheOptions
 from ..pipelines.overlap import OverlappedFrames
+from ..pipelines.warmup import WarmupReport
 from ..pipelines.window import kept_frames
 from ..recipes import Recipe
 from ..validation import check_int
 from .clock import Clock, Mark
-from .models import random_embeds
+from .models import TEXT_LEN, random_embeds
 from .report import CacheFootprint, ChunkTimes, RolloutResult
 
 SETTLING_CHUNKS = 2
@@ -83,6 +84,8 @@ def count_chunks(settings: RolloutSettings, recipe: Recipe, temporal_factor: int
 def measure_rollout(pipeline: ARDiffusionPipeline, settings: RolloutSettings | None = None) -> RolloutResult:
     """Generate one video from random embeddings and time each chunk, the commit of the one before included.
 
+    A pool that ``warm_up`` left is used.
+
     Args:
         pipeline: on its device, its decoder chosen and warmed up; the recipe's size is used.
         settings: what to measure.
@@ -95,12 +98,14 @@ def measure_rollout(pipeline: ARDiffusionPipeline, settings: RolloutSettings | N
     num_chunks = count_chunks(settings, recipe, pipeline.vae_scale_factor_temporal)
     device = pipeline._execution_device
     embeds = random_embeds(pipeline, device)
-    call: dict[str, Any] = {"recipe": recipe, "decode": settings.decode, "text_len": embeds.shape[1]}
-    call["cache"] = CacheOptions(backend=settings.backend)
-    plan = pipeline.plan_memory(**call)
+    planner = pipeline.plan_cache(**_plan_arguments(settings, recipe))
+    plan = planner.plan(with_work=True)
+    warm = pipeline.warm_pool(planner)
     weights = _allocated(device)
+    if weights is not None and warm is not None:
+        weights -= warm.storage.num_bytes
     began = time.perf_counter()
-    manager = pipeline.create_cache(**call)
+    manager = warm if warm is not None else planner.build()
     with pipeline.stream(
         prompt_embeds=embeds,
         recipe=recipe,
@@ -111,6 +116,23 @@ def measure_rollout(pipeline: ARDiffusionPipeline, settings: RolloutSettings | N
         run = _Run(stream, manager, Clock(device), began)
         run.make(num_chunks, first_steady_chunk(recipe))
     return _result(settings, recipe, run, plan, weights)
+
+
+def warm_up(
+    pipeline: ARDiffusionPipeline, settings: RolloutSettings, *, compile: bool, cuda_graphs: bool
+) -> WarmupReport:
+    """``pipe.warmup`` for the rollouts of these settings; raises like it."""
+    recipe = settings.recipe if settings.recipe is not None else pipeline.recipe
+    return pipeline.warmup(compile=compile, cuda_graphs=cuda_graphs, **_plan_arguments(settings, recipe))
+
+
+def _plan_arguments(settings: RolloutSettings, recipe: Recipe) -> dict[str, Any]:
+    return {
+        "recipe": recipe,
+        "decode": settings.decode,
+        "text_len": TEXT_LEN,
+        "cache": CacheOptions(backend=settings.backend),
+    }
 
 
 class _Run:

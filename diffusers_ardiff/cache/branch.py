@@ -5,15 +5,18 @@ H, O and E belong to a branch. A branch is open for at most one forward at a tim
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..rope import Rotary
 from ..transfer import download, upload
 from .allocator import PageRun
 from .ledger import PageHold, PageLedger
 from .merged import MergedSpans, begin_merged, finish_merged
 from .ring import ForwardSpan
+from .sink import SinkKeys
 from .storage import KVStorage, StagingKey
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ class Branch:
         self.ring = hold.ring
         self.session_id = -1
         self.text: TextKV | None = None
+        self.sink = SinkKeys()
         self.history = 0
         self.closed = False
         self._hold: PageHold | None = hold
@@ -79,7 +83,7 @@ class Branch:
     @property
     def host_bytes(self) -> int:
         """Bytes of offloaded keys and values."""
-        return sum(tensor.nbytes for tensor in self._host)
+        return sum(tensor.nbytes for tensor in self._host) + (self.sink.num_bytes if self._host else 0)
 
     @property
     def staging_key(self) -> StagingKey:
@@ -102,6 +106,42 @@ class Branch:
             self._ledger.stop_borrowing(other)
         self._ledger.touch([hold])
 
+    def turn_sink(self, offset: int, rotary: Rotary | None) -> None:
+        """Move the sink's keys to another rotary position, ``offset`` frames from where they were written.
+
+        For forwards to come; no-op where they are there already, or where there is no sink. Changes nothing that is
+        committed, and costs a copy of the sink's keys from the first turn on.
+
+        Args:
+            offset: names the position.
+            rotary: of ``VideoRope.turn(offset)``; None with offset 0.
+
+        Raises:
+            ValueError: the sink is not committed yet, or an offset without its rotation.
+            RuntimeError: closed, offloaded, or a forward is open.
+        """
+        self.check_idle("a turn of the sink")
+        num_tokens = self.ring.geometry.sink_tokens
+        if num_tokens == 0 or offset == self.sink.offset:
+            return
+        if self.committed_tokens < num_tokens or (rotary is None) is not (offset == 0):
+            raise ValueError(
+                f"the sink of branch {self.name!r} can't be turned by {offset} frames: {self.committed_tokens} of its "
+                f"{num_tokens} tokens are committed. Commit the sink first, and give the rotation of the offset."
+            )
+        self.prepare_write()
+        sink = self.sink
+        # Known only again when every layer is done.
+        self.sink = replace(sink, offset=None)
+        self.sink = replace(self._storage.turn_sink(self.run, sink, num_tokens, rotary), offset=offset)
+        self.history += 1
+
+    def _rewrite_sink(self) -> None:
+        """A forward is about to write rows of the sink, so those it leaves alone have to be as written."""
+        if self.sink.offset != 0:
+            self._storage.turn_sink(self.run, self.sink, self.ring.geometry.sink_tokens, None)
+        self.sink = SinkKeys()
+
     def open_forward(self, span: ForwardSpan) -> None:
         """Claim the branch for one forward that is about to write.
 
@@ -110,6 +150,8 @@ class Branch:
         """
         self.check_idle("a forward")
         self.prepare_write()
+        if span.start < self.ring.geometry.sink_tokens:
+            self._rewrite_sink()
         self.ring.begin(span)
         self._open_span = span
 
@@ -168,6 +210,7 @@ class Branch:
         """Forget all video tokens: position 0, empty history. Pages and text stay."""
         self.check_idle("a reset")
         self.ring.reset()
+        self.sink = SinkKeys()
         self._ledger.stop_borrowing(self.hold)
         self.history += 1
 
@@ -187,15 +230,17 @@ class Branch:
             if mine.borrowed is None:
                 self.prepare_write()
             self.ring.reset()
+            self.sink = SinkKeys()
             self._storage.copy(theirs.run, mine.own, theirs.num_written)
             self._ledger.stop_borrowing(mine)
         self.ring.take(source.ring)
-        self.text = source.text
+        self.text, self.sink = source.text, source.sink
         self.history += 1
 
     def read_back(self) -> tuple[list[torch.Tensor], TextKV | None]:
         """Copies of the written K/V and of the text K/V in host memory."""
         text = None if self.text is None else self.text.apply(download)
+        self.sink = self.sink.apply(download)
         return self._storage.read(self.run, self.hold.num_written), text
 
     def leave_pages(self, host: list[torch.Tensor], text: TextKV | None) -> None:
@@ -206,6 +251,7 @@ class Branch:
         """Copy the offloaded K/V into pages that the caller reserved; returns the text K/V on the pool's device."""
         device = self._storage.device
         self._storage.write(hold.own, self._host)
+        self.sink = self.sink.apply(lambda tensor: upload(tensor, device))
         return None if self.text is None else self.text.apply(lambda tensor: upload(tensor, device))
 
     def enter_pages(self, hold: PageHold, text: TextKV | None) -> None:
@@ -214,7 +260,7 @@ class Branch:
 
     def close(self) -> None:
         """Let go of text and offloaded bytes; every later use is refused. The caller releases the pages."""
-        self.closed, self.text, self._host = True, None, []
+        self.closed, self.text, self._host, self.sink = True, None, [], SinkKeys()
 
     def check_idle(self, action: str) -> None:
         """Raise RuntimeError if the branch is closed or offloaded, or a forward is open on it."""

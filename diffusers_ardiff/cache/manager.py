@@ -111,7 +111,7 @@ class KVManager:
         holds = self.ledger.fork([branch.hold for branch in parent.branches], rings)
         child = self._add([branch.name for branch in parent.branches], holds)
         for branch in parent.branches:
-            child.branch(branch.name).text = branch.text
+            child.branch(branch.name).text, child.branch(branch.name).sink = branch.text, branch.sink
         return child
 
     def _add(self, names: Sequence[str], holds: Sequence[PageHold]) -> Session:

@@ -46,7 +46,8 @@ class MemoryPlan:
     sessions hold between forwards and what limits are compared with.
 
     ``staging_bytes`` is counted where a branch's pages are known to be fragmented (a shuffled pool): the gathered
-    copy of the window that dense kernels read.
+    copy of the window that dense kernels read. ``sink_bytes`` is counted where the RoPE policy turns the sink's keys: a
+    copy of them as they were written.
     """
 
     num_sessions: int
@@ -57,6 +58,7 @@ class MemoryPlan:
     vae_state_bytes: int
     latent_bytes: int
     staging_bytes: int = 0
+    sink_bytes: int = 0
     forward_bytes: int = 0
     decode_bytes: int = 0
     overlapped: bool = False
@@ -69,7 +71,8 @@ class MemoryPlan:
     @property
     def bytes_per_session(self) -> int:
         """All that one session holds."""
-        return self.pool_bytes + self.text_bytes + self.vae_state_bytes + self.latent_bytes + self.staging_bytes
+        state = self.text_bytes + self.vae_state_bytes + self.latent_bytes
+        return self.pool_bytes + state + self.staging_bytes + self.sink_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -94,6 +97,7 @@ class MemoryPlan:
             "decoder state": self.vae_state_bytes,
             "clean latents": self.latent_bytes,
             "staging": self.staging_bytes,
+            "sink keys": self.sink_bytes,
         }
         listed = ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in parts.items() if size)
         return (
@@ -120,17 +124,18 @@ class MemoryPlan:
                 f"{self.num_sessions} session(s) with {self.num_branches} branch(es) need {self.total_bytes:,} bytes, "
                 f"{limit_bytes:,} are allowed. One session: K/V pages {self.pool_bytes:,}, text K/V "
                 f"{self.text_bytes:,}, VAE state {self.vae_state_bytes:,}, clean latents {self.latent_bytes:,}, "
-                f"staging {self.staging_bytes:,}. Use a smaller window, fewer prompts or a smaller frame."
+                f"staging {self.staging_bytes:,}, sink keys {self.sink_bytes:,}. Use a smaller window, fewer prompts or a smaller frame."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SideState:
-    """Bytes of one session that are not pages: text K/V of all its branches, VAE state, recent clean latents."""
+    """Bytes of one session that are not pages: text K/V and turned sinks of all its branches, VAE state, latents."""
 
     text_bytes: int = 0
     vae_state_bytes: int = 0
     latent_bytes: int = 0
+    sink_bytes: int = 0
 
 
 def plan_memory(
@@ -161,5 +166,6 @@ def plan_memory(
         text_bytes=side.text_bytes,
         vae_state_bytes=side.vae_state_bytes,
         latent_bytes=side.latent_bytes,
+        sink_bytes=side.sink_bytes,
         staging_bytes=num_branches * geometry.max_seq_len * kv_shape.bytes_per_token if fragmented else 0,
     )

@@ -7,13 +7,16 @@ allocations, since two views of one tensor would cost a clone of the whole pool 
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import torch
 
+from ..rope import Rotary
 from ..transfer import download, upload
 from .allocator import PageRun
 from .plan import KVShape
 from .ring import FlushMove
+from .sink import SinkKeys, turn_keys
 
 StagingKey = tuple[int, str, int]
 """(session id, branch name, history counter): which gathered window a staging row holds."""
@@ -132,6 +135,17 @@ class KVStorage:
         for pool in (*self.key_pools, *self.value_pools):
             pool[target_rows] = pool[source_rows]
         self.num_copied_runs += 1
+
+    def turn_sink(self, run: PageRun, sink: SinkKeys, num_tokens: int, rotary: Rotary | None) -> SinkKeys:
+        """Turn the keys of the first ``num_tokens`` storage indices in every layer; returns them as they were written.
+
+        ``rotary`` None puts them back.
+        """
+        rows = self._rows(run, num_tokens)
+        if not sink.written:
+            sink = replace(sink, written=tuple(pool[rows].clone() for pool in self.key_pools))
+        turn_keys(self.key_pools, rows, sink, rotary)
+        return sink
 
     def read(self, run: PageRun, num_tokens: int) -> list[torch.Tensor]:
         """The first ``num_tokens`` storage indices in host memory: K of each layer, then V of each layer."""

@@ -45,6 +45,8 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = f"'{found[1]}'" if found else "an object that is not a tensor"
+        if found and found[1].endswith("BytesIO"):
+            what += ", the kind of entry in which TransformerEngine keeps packed fp8 or nvfp4 weights"
         raise ValueError(
             f"checkpoint '{path}' needs pickled code ({what}) to be read: only tensors and plain containers are "
             "allowed, because unpickling runs whatever the file says. Where you trust it, load it once with "

@@ -11,16 +11,15 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from .files import read_checkpoint
+from .lora import LoraPair, check_lora_fits, read_lora
 from .names import Layout, map_names, strip_wrappers
+from .packed import refuse_packed
 from .sizes import SIZE_WEIGHTS, check_same_size, infer_transformer_config
 
 _WRAPPERS_EMA_FIRST = ("generator_ema", "generator", "model", "state_dict")
 _WRAPPERS_RAW_FIRST = ("generator", "generator_ema", "model", "state_dict")
 _LORA_WRAPPER = "generator_lora"
 _LORA_NAME = re.compile(r"(?:^|[._])lora_(?:A|B|up|down)(?:\.|$)")
-_PACKED_NAME = re.compile(
-    r"(?:^|[._])(?:scale|scale_inv|scale_2|scale_weight|scale_input|scaled_fp8|packed|amax|extra_state)$"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,33 @@ class CheckpointReport:
     config: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class MatchedWeights:
+    """A file's weights under diffusers names, one for each of a transformer's, all of the right shapes.
+
+    Attributes:
+        state: memory-mapped tensors as the file has them.
+        lora: what a LoRA file adds to some of them.
+        report: what was found.
+    """
+
+    state: Mapping[str, torch.Tensor]
+    lora: Mapping[str, LoraPair]
+    report: CheckpointReport
+
+    def weight(self, name: str) -> torch.Tensor:
+        """One weight as the file has it, or in float32 with its LoRA added."""
+        if name not in self.lora:
+            return self.state[name]
+        return self.state[name].float() + self.lora[name].delta()
+
+
 def load_ar_checkpoint(
-    transformer: WanTransformer3DModel, path: str | os.PathLike[str], *, use_ema: bool = True
+    transformer: WanTransformer3DModel,
+    path: str | os.PathLike[str],
+    *,
+    use_ema: bool = True,
+    lora: str | os.PathLike[str] | None = None,
 ) -> CheckpointReport:
     """Load an original-layout or diffusers-layout checkpoint into a transformer, in place.
 
@@ -56,28 +80,59 @@ def load_ar_checkpoint(
             or `state_dict`, and names may carry FSDP, checkpointing and compile prefixes.
         use_ema: prefer `generator_ema` over `generator` where a file has both; False turns the order round.
             `CheckpointReport.wrapper_key` says which one was used.
+        lora: a LoRA file of the same model, added to the weights for good (LongLive); see `read_lora`.
 
     Raises:
         FileNotFoundError: no such file, or a shard is missing.
         ValueError: the file can not be read without running code, is a LoRA or a packed fp8/nvfp4 file, has missing,
-            unexpected or doubled names, or another size; or the transformer can not be written.
+            unexpected or doubled names, or another size; the LoRA does not fit; or the transformer can not be written.
     """
     content = read_checkpoint(Path(path))
     try:
         targets = _writable_weights(transformer)
-        wrapper_key, weights = _unwrap(content, use_ema)
+    except ValueError as error:
+        raise ValueError(f"checkpoint '{os.fspath(path)}' was not loaded: {error}") from error
+    matched = match_checkpoint(transformer, targets, path, content=content, use_ema=use_ema, lora=lora)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(matched.weight(name))
+    return matched.report
+
+
+def match_checkpoint(
+    transformer: WanTransformer3DModel,
+    targets: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    *,
+    content: Mapping[str, Any] | None = None,
+    use_ema: bool = True,
+    lora: str | os.PathLike[str] | None = None,
+) -> MatchedWeights:
+    """Find a file's tensor for each of a transformer's weights, without copying any; see `load_ar_checkpoint`.
+
+    Args:
+        transformer: of the same size; may be on the meta device.
+        targets: its weights by diffusers name; only names and shapes are read.
+        content: what was read from `path` already.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_ar_checkpoint`.
+    """
+    content = read_checkpoint(Path(path)) if content is None else content
+    try:
+        wrapper_key, weights = unwrap_weights(content, use_ema)
         state, layout = _named_weights(transformer, weights)
         head_dim = int(transformer.config["attention_head_dim"])
         _check_sizes(state, targets, head_dim)
         _check_names(state, targets)
         _check_shapes(state, targets)
         config = infer_transformer_config(state, attention_head_dim=head_dim)
+        pairs = {} if lora is None else read_lora(lora)
+        check_lora_fits(pairs, targets)
     except ValueError as error:
         raise ValueError(f"checkpoint '{os.fspath(path)}' was not loaded: {error}") from error
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(state[name])
-    return CheckpointReport(num_tensors=len(targets), wrapper_key=wrapper_key, layout=layout, config=config)
+    report = CheckpointReport(num_tensors=len(targets), wrapper_key=wrapper_key, layout=layout, config=config)
+    return MatchedWeights(state=state, lora=pairs, report=report)
 
 
 def _writable_weights(transformer: WanTransformer3DModel) -> dict[str, torch.Tensor]:
@@ -93,12 +148,13 @@ def _writable_weights(transformer: WanTransformer3DModel) -> dict[str, torch.Ten
     return weights
 
 
-def _unwrap(content: Mapping[str, Any], use_ema: bool) -> tuple[str | None, Mapping[str, torch.Tensor]]:
+def unwrap_weights(content: Mapping[str, Any], use_ema: bool) -> tuple[str | None, Mapping[str, torch.Tensor]]:
+    """The wrapper key and the weights under it; ValueError for LoRA, packed and other entries."""
     order = _WRAPPERS_EMA_FIRST if use_ema else _WRAPPERS_RAW_FIRST
     key = next((key for key in order if isinstance(content.get(key), Mapping) and content[key]), None)
     weights = content if key is None else content[key]
     _refuse_lora(weights)
-    _refuse_packed(weights)
+    refuse_packed(weights)
     others = [name for name, value in weights.items() if not isinstance(name, str) or not _is_plain(value)]
     if others:
         raise ValueError(
@@ -115,17 +171,6 @@ def _refuse_lora(weights: Mapping[str, Any]) -> None:
             "it is a LoRA file, which holds no base weights: load it with pipe.load_lora_weights on top of a base "
             "checkpoint."
         )
-
-
-def _refuse_packed(weights: Mapping[str, Any]) -> None:
-    for name, value in weights.items():
-        dtype = value.dtype if isinstance(value, torch.Tensor) else None
-        if _PACKED_NAME.search(str(name)) or (dtype is not None and dtype.itemsize == 1):
-            kind = "an entry of a packed format" if dtype is None else str(dtype).removeprefix("torch.")
-            raise ValueError(
-                f"it holds quantized weights packed for other kernels (fp8, nvfp4 or int8 with scales; '{name}' is "
-                f"{kind}): allowed are float32, float16 and bfloat16 weights; use the unquantized file of the model."
-            )
 
 
 def _named_weights(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..rope import Rotary
 from .exchange import HeadExchange
 
-_PARTS = ("patch_embedding", "proj_out")
+_PARTS = ("patch_embedding", "condition_embedder", "proj_out")
 
 
 class TokenSharding:
@@ -73,6 +73,7 @@ class TokenSharding:
             return
         handles = [
             transformer.patch_embedding.register_forward_hook(self._cut_tokens),
+            transformer.condition_embedder.register_forward_hook(self._cut_timesteps),
             transformer.proj_out.register_forward_hook(self._join_tokens),
         ]
         try:
@@ -86,6 +87,13 @@ class TokenSharding:
         tokens = out.flatten(2).transpose(1, 2)
         self._num_tokens = tokens.shape[1]
         return self.shard(tokens).transpose(1, 2)[:, :, None, None]
+
+    def _cut_timesteps(self, _module: Any, _args: Any, out: Any) -> Any:
+        """Embeddings of the timestep of each token, (rows, tokens, dim), to this rank's; (rows, dim) of all stay."""
+        timestep, modulation, *text = out
+        if timestep.ndim < 3:
+            return out
+        return (self.shard(timestep), self.shard(modulation), *text)
 
     def _join_tokens(self, _module: Any, _args: Any, out: torch.Tensor) -> torch.Tensor:
         """(rows, share, channels) of every rank -> (rows, tokens, channels) on each."""

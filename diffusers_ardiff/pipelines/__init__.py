@@ -10,6 +10,7 @@ from .light_decoder import LightDecoder
 from .output import ARChunk, ARDiffusionPipelineOutput
 from .prompts import PromptSwitch
 from .stream import ARStream
+from .together import StreamBatch, StreamBatchError
 
 __all__ = [
     "ARChunk",
@@ -24,4 +25,6 @@ __all__ = [
     "EventQueueFullError",
     "LightDecoder",
     "PromptSwitch",
+    "StreamBatch",
+    "StreamBatchError",
 ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,20 +16,19 @@ from diffusers.video_processor import VideoProcessor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
 from ..cache import KVManager, MemoryPlan
-from ..checkpoints import load_ar_checkpoint
 from ..processors import PagedAttachment
-from ..recipes import Recipe, load_recipe
+from ..recipes import Recipe, load_recipe, override_recipe
 from .async_stream import AsyncARStream
 from .checks import check_models
 from .decoding import DecoderSettings
 from .hook import ControlHook
-from .inputs import CacheOptions, CallArguments, cache_options, call_arguments, check_size
+from .inputs import CacheOptions, CallArguments, cache_options, call_arguments, check_recipe_fields, check_size
 from .live import Inbox
-from .loading import check_model_folder, resolve_model
 from .memory import CachePlanner
 from .opening import check_call, open_stream
 from .output import ARDiffusionPipelineOutput
 from .parallel import Parallelism
+from .pretrained import PretrainedLoading
 from .prompts import PromptSwitch
 from .settings import CallProperties, StepCallback
 from .steps import StepNoise
@@ -44,7 +42,14 @@ DEFAULT_RECIPE = "self-forcing"
 
 
 class ARDiffusionPipeline(
-    DiffusionPipeline, PromptEncoding, CallProperties, WarmUp, DecoderSettings, Parallelism, WanLoraLoaderMixin
+    PretrainedLoading,
+    DiffusionPipeline,
+    PromptEncoding,
+    CallProperties,
+    WarmUp,
+    DecoderSettings,
+    Parallelism,
+    WanLoraLoaderMixin,
 ):
     """Text, image and video to video, chunk by chunk through a paged K/V cache.
 
@@ -94,39 +99,6 @@ class ARDiffusionPipeline(
         self.video_processor = VideoProcessor(vae_scale_factor=self.vae_scale_factor_spatial)
         self.call_state = None
         self._attachment: PagedAttachment | None = None
-
-    # -- loading -------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        *,
-        recipe: str | Mapping[str, Any] | Recipe | None = None,
-        ar_checkpoint: str | os.PathLike[str] | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Load a diffusers folder or hub id of a Wan model, or a built-in model by name (``"tiny"``, no network).
-
-        Args:
-            pretrained_model_name_or_path: folder, hub id or ``"tiny"``.
-            recipe: replaces the saved recipe.
-            ar_checkpoint: original-layout weights (.pt, .safetensors) to load over the transformer; see
-                ``load_ar_checkpoint``.
-            **kwargs: as in ``DiffusionPipeline.from_pretrained`` (``dtype=``, components, ...).
-
-        Raises:
-            OSError: the folder is incomplete; the message says what is missing.
-            ValueError: unknown recipe, or a checkpoint that does not fit; nothing is half loaded.
-        """
-        path = resolve_model(pretrained_model_name_or_path)
-        check_model_folder(path, given=kwargs)
-        if recipe is not None:
-            kwargs["recipe"] = load_recipe(recipe).to_dict()
-        pipe = super().from_pretrained(path, **kwargs)
-        if ar_checkpoint is not None:
-            load_ar_checkpoint(pipe.transformer, ar_checkpoint)
-        return pipe
 
     @property
     def recipe(self) -> Recipe:
@@ -270,6 +242,7 @@ class ARDiffusionPipeline(
         control_hook: ControlHook | None = None,
         controls: Any = None,
         merge_commits: bool = False,
+        **recipe_fields: Any,
     ) -> ARDiffusionPipelineOutput | tuple[Any]:
         """Generate whole videos.
 
@@ -298,11 +271,13 @@ class ARDiffusionPipeline(
             control_hook: edits the transformer's arguments before every forward; see ``ControlHook``.
             controls: any object for the hook, until an event replaces it.
             merge_commits: run each chunk's commit in one forward with the next chunk's first step (docs/speed.md).
+            **recipe_fields: single fields of the recipe to replace for this call, such as ``num_window_frames=9``.
 
         Raises:
             ValueError, TypeError, MemoryLimitError: a bad argument, before anything is allocated.
         """
-        chosen = load_recipe(recipe if recipe is not None else self.recipe)
+        check_recipe_fields("__call__", recipe_fields)
+        chosen = override_recipe(load_recipe(recipe if recipe is not None else self.recipe), recipe_fields)
         call = check_call(
             self,
             CallArguments(

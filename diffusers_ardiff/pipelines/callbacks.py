@@ -14,6 +14,10 @@ from .settings import StreamSettings
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
 
+ENDED_EARLY = (
+    "a callback, a control hook or a `step_noise` function raised StopIteration before the video's end; an iterator it "
+    "takes from may be too short."
+)
 _BRANCHES = {"prompt_embeds": POSITIVE, "negative_prompt_embeds": NEGATIVE}
 
 

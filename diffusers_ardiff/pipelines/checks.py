@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..processors import find_family
 from .inputs import CallArguments
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_components(pipeline: ARDiffusionPipeline, arguments: CallArguments, *, guided: bool) -> None:
-    """Raise ValueError where the call needs a component that the pipeline was made without."""
+    """Raise ValueError where the call needs a component that the pipeline was made without, or another transformer."""
     a = arguments
     has_text = a.prompt is not None or (guided and a.negative_prompt_embeds is None)
     has_text = has_text or any(switch.prompt is not None for switch in a.prompt_schedule)
@@ -32,10 +33,21 @@ def check_components(pipeline: ARDiffusionPipeline, arguments: CallArguments, *,
             "`prompt_embeds` (and `negative_prompt_embeds`, and those of each prompt switch); without a VAE take "
             "output_type='latent' or a light decoder (`set_decoder`), and give `context_latents`."
         )
+    check_family(pipeline.transformer)
+
+
+def check_family(transformer: Any) -> None:
+    """Raise ValueError for a transformer that can be attached but not called as the pipeline calls it."""
+    if find_family(transformer).name != "wan" or getattr(transformer, "vace_blocks", None) is not None:
+        raise ValueError(
+            f"{type(transformer).__name__} takes other inputs than the pipeline prepares, which are those of Wan "
+            "text-to-video models. Paged attention itself works: write the loop as docs/families.md shows."
+        )
 
 
 def check_models(pipeline: ARDiffusionPipeline) -> None:
     """Raise ValueError for a transformer that can't be sampled chunk by chunk, or that does not go with the VAE."""
+    check_family(pipeline.transformer)
     config = pipeline.transformer.config
     in_channels, out_channels, patch = config["in_channels"], config["out_channels"], config["patch_size"]
     if in_channels != out_channels:

@@ -27,8 +27,11 @@ class ForwardRunner:
         self.graphs: GraphSet | None = None
         self.shapes: CompiledShapes | None = None
 
+    @torch.no_grad()
     def run(self, call: ForwardCall, *, before_end: Callable[[], None] | None = None) -> torch.Tensor:
         """The transformer's output (rows, channels, frames, height, width); the call's context is opened and closed.
+
+        Without gradients, whoever calls: the ops have none, and blocks compiled without would be compiled again with.
 
         Args:
             call: what to run.

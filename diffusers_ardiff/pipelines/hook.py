@@ -18,10 +18,11 @@ class ControlInputs:
     Args:
         latents: (videos, channels, frames, height, width) in the transformer's dtype, a copy: noisy in a denoise
             forward, clean in a commit or a recache.
-        timestep: (videos,) float32.
+        timestep: (videos,) float32; (videos, tokens) where the frames of a forward have several ("rolling" recipes).
         frame_controls: the controls of each latent frame; None for frames made before any were given. All the same
             object in a denoise forward and in the commit of its chunk; a recache spans several chunks.
-        start_latent_frame: absolute latent frame of the first one.
+        start_latent_frame: absolute latent frame of the first one; 0 where a "recompute" recipe computes its context
+            again, whose frames do not follow each other.
         branch: ``"positive"``, or ``"negative"`` under guidance.
     """
 

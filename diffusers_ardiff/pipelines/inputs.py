@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
 from ..cache import KVManager
-from ..recipes import Recipe
+from ..recipes import RECIPE_FIELDS, Recipe
 from ..validation import check_int
 from .control import MAX_PENDING_EVENTS
 from .frames import (
@@ -226,6 +226,7 @@ class CallArguments:
     num_frames: int | None = None
     num_videos_per_prompt: int = 1
     recipe: str | Mapping[str, Any] | Recipe | None = None
+    recipe_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     guidance_scale: float | None = None
     generator: torch.Generator | list[torch.Generator] | None = None
     latents: torch.Tensor | None = None
@@ -248,8 +249,8 @@ class CallArguments:
         return self.callback_on_step_end_tensor_inputs
 
 
-def check_merge(arguments: CallArguments, *, guided: bool) -> None:
-    """Raise ValueError where commits are to be merged in a call that runs other forwards between or beside them."""
+def check_merge(arguments: CallArguments, recipe: Recipe, *, guided: bool) -> None:
+    """Raise ValueError where a commit can't share its forward with the next chunk's first step."""
     if not isinstance(arguments.merge_commits, bool):
         raise ValueError(f"merge_commits must be True or False, got {arguments.merge_commits!r}.")
     if arguments.merge_commits and (guided or arguments.control_hook is not None):
@@ -257,6 +258,20 @@ def check_merge(arguments: CallArguments, *, guided: bool) -> None:
         raise ValueError(
             f"merge_commits=True does not go with {reason}: a merged forward serves one branch, and its two chunks have "
             "one set of arguments. Leave one of them out."
+        )
+    if not arguments.merge_commits:
+        return
+    if recipe.context_mode != "commit":
+        raise ValueError(
+            f"merge_commits=True does not go with recipe {recipe.name!r}, whose context_mode is "
+            f"{recipe.context_mode!r}: its commit and the next step are forwards over different frames. Leave "
+            "merge_commits out."
+        )
+    if recipe.rope_policy != "absolute":
+        raise ValueError(
+            f"merge_commits=True does not go with recipe {recipe.name!r}, whose rope_policy is {recipe.rope_policy!r}: "
+            "a chunk's commit and the next chunk see the sink at different positions. Leave merge_commits out, or take "
+            "rope_policy='absolute'."
         )
 
 
@@ -266,10 +281,17 @@ def call_arguments(method: str, **arguments: Any) -> CallArguments:
     Raises:
         TypeError: an unknown name; the message has a close one, or all that are known.
     """
-    known = [field.name for field in dataclasses.fields(CallArguments)]
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."
+    names = [field.name for field in dataclasses.fields(CallArguments) if field.name != "recipe_fields"]
+    check_recipe_fields(method, [name for name in arguments if name not in names], known=names)
+    fields = {name: value for name, value in arguments.items() if name not in names}
+    return CallArguments(**{n: v for n, v in arguments.items() if n in names}, recipe_fields=fields)
+
+
+def check_recipe_fields(method: str, given: Iterable[str], *, known: Iterable[str] = ()) -> None:
+    """Raise TypeError for a name that is no field of a recipe; the message has a close one, or all that are known."""
+    names = [*known, *RECIPE_FIELDS]
+    for name in given:
+        if name not in RECIPE_FIELDS:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
             raise TypeError(f"{method}() got an unexpected argument {name!r}; {hint}")
-    return CallArguments(**arguments)

@@ -64,3 +64,15 @@ def _read_index(index_file: Path) -> dict[str, Any]:
     if not isinstance(listed, dict):
         raise OSError(f"'{index_file}': model_index.json is no JSON object but a {type(listed).__name__}.")
     return listed
+
+
+def fetch_base(name_or_path: str | os.PathLike[str]) -> str:
+    """A folder with everything of a Wan model but its transformer's weights: built-in, local, or fetched from the hub."""
+    path = resolve_model(name_or_path)
+    is_hub_id = not os.path.isabs(path) and not os.path.exists(path) and path.count("/") == 1 and path[0] not in ".~"
+    if not is_hub_id:
+        return path
+    from huggingface_hub import snapshot_download
+
+    unneeded = [f"transformer*/*.{kind}" for kind in ("safetensors", "bin", "pt", "index.json")]
+    return snapshot_download(path, ignore_patterns=[*unneeded, "*.md", "assets/*", "examples/*"])

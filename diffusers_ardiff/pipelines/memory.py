@@ -22,7 +22,7 @@ from ..processors import TransformerGeometry
 from ..recipes import Recipe
 from .decoding import Decoding
 from .inputs import CacheOptions
-from .window import LatentShape, kept_frames, ring_geometry
+from .window import LatentShape, frames_in_forward, latent_frames_in_memory, ring_geometry
 from .work_memory import forward_bytes
 
 
@@ -131,8 +131,15 @@ class CachePlanner:
         return SideState(
             text_bytes=2 * geometry.num_layers * self.num_branches * self.text_len * row_bytes,
             vae_state_bytes=0 if self._decoder is None else self._decoder.state_bytes(shape.height, shape.width),
-            latent_bytes=kept_frames(self.recipe) * shape.channels * shape.height * shape.width * 4,
+            sink_bytes=self._sink_bytes(),
+            latent_bytes=latent_frames_in_memory(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
+
+    def _sink_bytes(self) -> int:
+        """Of one session's sink keys as they were written, where the policy turns them."""
+        if self.recipe.rope_policy == "absolute" or self.recipe.context_mode == "recompute":
+            return 0
+        return self.num_branches * self.ring().sink_tokens * self.kv_shape.bytes_per_token // 2
 
     def plan(self, *, with_work: bool = False) -> MemoryPlan:
         """What the call's sessions will allocate.
@@ -153,20 +160,27 @@ class CachePlanner:
         )
         if self.layout.is_decoder:
             plan = dataclasses.replace(
-                plan, pages_per_branch=0, pool_bytes=0, text_bytes=0, latent_bytes=0, staging_bytes=0
+                plan, pages_per_branch=0, pool_bytes=0, text_bytes=0, latent_bytes=0, staging_bytes=0, sink_bytes=0
             )
         plan.check_limit(self.options.limit_bytes)
         return self._with_work(plan) if with_work else plan
 
     def _with_work(self, plan: MemoryPlan) -> MemoryPlan:
         latents = self.shape.chunk(max(self.recipe.chunk_frames, self.recipe.first_chunk_frames or 0))
-        work = forward_bytes(self.transformer, latents)
         return dataclasses.replace(
             plan,
-            forward_bytes=0 if self.layout.is_decoder else -(-work // self.layout.ulysses_degree),
+            forward_bytes=self._forward_bytes(),
             decode_bytes=0 if self._decoder is None else self._decoder.work_bytes(latents),
             overlapped=self.decoding is not None and self.decoding.options.overlap,
         )
+
+    def _forward_bytes(self) -> int:
+        """Working memory of the largest forward, of this rank's share of its tokens."""
+        if self.layout.is_decoder:
+            return 0
+        latents = self.shape.chunk(frames_in_forward(self.recipe))
+        num_timesteps = latents[2] * self.tokens_per_frame if self.recipe.num_chunks_at_once > 1 else None
+        return -(-forward_bytes(self.transformer, latents, num_timesteps) // self.layout.ulysses_degree)
 
     def backend_name(self) -> str:
         """The attention backend that the call's forwards will take. Raises ValueError: none can."""
@@ -192,7 +206,8 @@ class CachePlanner:
         """Raise ValueError unless a given pool has this call's window, shape and device; the rest is the pool's."""
         ring = self.ring()
         have = manager.geometry
-        same_window = (ring.sink_tokens, ring.window_tokens, ring.full_history) == (
+        fits = ring.max_extra_tokens <= have.max_extra_tokens
+        same_window = fits and (ring.sink_tokens, ring.window_tokens, ring.full_history) == (
             have.sink_tokens,
             have.window_tokens,
             have.full_history,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..cache import KVManager
-from ..recipes import Recipe, load_recipe
+from ..recipes import Recipe, load_recipe, override_recipe
 from ..validation import check_int
 from .checks import check_components, check_embeds, check_given_latents
 from .decoding import DecodeStream
@@ -34,6 +34,7 @@ from .output import FrameOutput
 from .overlap import OverlappedOutput
 from .parallel import check_same_call, shared_generator
 from .prompts import count_prompts
+from .recompute import RecomputeRollout
 from .remote_decode import RemoteOutput, check_role
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
@@ -68,6 +69,8 @@ class CheckedCall:
     def num_steps(self) -> int:
         """Denoise steps of all chunks; 0 for an endless stream."""
         chunks = range(len(self.frames.generated_sizes or ()))
+        if self.recipe.context_mode == "rolling":
+            return len(chunks) + self.recipe.num_chunks_at_once - 1 if chunks else 0
         return sum(len(self.recipe.timesteps(index)) for index in chunks)
 
 
@@ -79,15 +82,15 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
         MemoryLimitError: the plan is larger than ``CacheOptions.limit_bytes``.
     """
     a = arguments
-    recipe = load_recipe(a.recipe if a.recipe is not None else pipeline.recipe)
+    recipe = override_recipe(load_recipe(a.recipe if a.recipe is not None else pipeline.recipe), a.recipe_fields)
     scale = check_guidance(recipe.guidance_scale if a.guidance_scale is None else a.guidance_scale)
     num_videos = _count_videos(a)
     schedule = sorted_schedule(a.prompt_schedule, num_videos)
     check_components(pipeline, a, guided=scale > 1.0)
     check_embeds(a, pipeline.transformer.config["text_dim"])
-    check_merge(a, guided=scale > 1.0)
+    check_merge(a, recipe, guided=scale > 1.0)
     check_choices(a.output_type, a.callback_tensors, pipeline._callback_tensor_inputs)
-    check_role(pipeline.parallel_layout, a.output_type)
+    check_role(pipeline.parallel_layout, a.output_type, pipeline.decoded_elsewhere)
     check_single_source(image=a.image, video=a.video, context_latents=a.context_latents)
     generator = check_generators(a.generator, num_videos)
     planner = _plan_cache(pipeline, a, recipe, num_videos, guided=scale > 1.0)
@@ -245,6 +248,7 @@ def open_stream(
         output=_frame_output(pipeline, settings, call),
         inbox=inbox,
     )
+    pipeline.decoded_elsewhere = stream
     try:
         stream.set_embeds(embeds)
     except BaseException:
@@ -270,7 +274,8 @@ def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
     runner = ForwardRunner(attachment)
     if pipeline._warm is not None:
         pipeline._warm.equip(runner, manager)
-    rollout = Rollout(
+    make = RecomputeRollout if call.recipe.context_mode == "recompute" else Rollout
+    rollout = make(
         runner,
         manager,
         call.recipe,

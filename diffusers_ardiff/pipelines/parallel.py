@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from .remote_decode import receive_chunks
 if TYPE_CHECKING:
     from .decoding import Decoding
     from .opening import CheckedCall
+    from .stream import ARStream
 
 _ON_ALREADY = (
     "parallelism is on already, by enable_parallelism() of the pipeline or of the transformer; use one of them. "
@@ -35,6 +37,7 @@ class Parallelism:
     _groups: VideoGroups | None = None
     _sharding: TokenSharding | None = None
     _host_config: Any = None
+    _decoded_elsewhere: weakref.ref[ARStream] | None = None
     if TYPE_CHECKING:
         video_processor: Any
 
@@ -65,6 +68,15 @@ class Parallelism:
         self._follow_host()
         return self._sharding
 
+    @property
+    def decoded_elsewhere(self) -> ARStream | None:
+        """The last stream whose frames another rank decodes; None: none, or it is gone."""
+        return self._decoded_elsewhere() if self._decoded_elsewhere is not None else None
+
+    @decoded_elsewhere.setter
+    def decoded_elsewhere(self, stream: ARStream) -> None:
+        self._decoded_elsewhere = weakref.ref(stream) if self.parallel_layout.decode_rank else None
+
     def enable_parallelism(
         self,
         *,
@@ -93,6 +105,7 @@ class Parallelism:
         Raises:
             RuntimeError: no process group, or parallelism is on already.
             ValueError: the degree does not divide the heads, or the ranks; the message names what is legal.
+            TypeError: a degree above 1, and the transformer's family can't be cut.
         """
         check_backend_ready()
         if self._groups is not None or _host_parallel_config(self.transformer) is not None:
@@ -144,7 +157,10 @@ class Parallelism:
         self._groups = self._sharding = None
 
     def _take_part(self, layout: ParallelLayout, *, timeout: float, host_cuts: bool) -> None:
-        layout.heads_per_rank(PagedAttachment(self.transformer).geometry.num_heads)
+        attachment = PagedAttachment(self.transformer)
+        if layout.ulysses_degree > 1:
+            attachment.check_sharding()
+        layout.heads_per_rank(attachment.geometry.num_heads)
         # Compiled blocks, graphs and the warm pool are those of another share of the heads.
         self.cooldown()
         groups = build_groups(layout, timeout=timeout)

@@ -136,6 +136,7 @@ class PromptState:
         self.embeds: dict[str, torch.Tensor] = {}
         self._rollout = rollout
         self._blends: dict[str, _Blend] = {}
+        self._blends_before: dict[str, _Blend] = {}
         self._versions: dict[str, int | None] = {}
 
     def is_current(self, name: str, embeds: torch.Tensor) -> bool:
@@ -177,11 +178,16 @@ class PromptState:
 
     def begin_chunk(self) -> None:
         """Take every blend one step further; called once before each chunk that is denoised."""
+        self._blends_before = dict(self._blends)
         if not self._blends:
             return
         blends = {name: blend.advance() for name, blend in self._blends.items()}
         self.set({name: blend.embeds for name, blend in blends.items()})
         self._blends = {name: blend for name, blend in blends.items() if not blend.is_over}
+
+    def undo_begin_chunk(self) -> None:
+        """Put the blends where they stood before the last ``begin_chunk``: its chunk is going to be made again."""
+        self._blends = dict(self._blends_before)
 
     def clear(self) -> None:
         """Forget the prompt and the blends; the rollout's text K/V are cleared by itself."""

@@ -15,6 +15,7 @@ from .settings import StreamSettings
 
 if TYPE_CHECKING:
     from .decoding import Decoding
+    from .stream import ARStream
 
 _NO_EVENTS = EventRules(num_videos=1, text_len=1, text_dim=1, encodes_text=False, takes_controls=False)
 
@@ -58,14 +59,25 @@ class RemoteOutput(FrameOutput):
             self._link.tell(("end", None))
 
 
-def check_role(layout: ParallelLayout, output_type: str) -> None:
-    """Raise ValueError where this rank can't run such a call: it decodes only, or another one does."""
+def check_role(layout: ParallelLayout, output_type: str, known: ARStream | None) -> None:
+    """Raise ValueError where this rank can't run such a call: it decodes only, or another one does.
+
+    Args:
+        layout: of the ranks.
+        output_type: of the call.
+        known: the last stream whose frames another rank decodes.
+    """
     if layout.is_decoder:
         raise ValueError("this rank decodes for its team: iterate over pipe.receive_chunks() in place of a call.")
     if layout.decode_rank and output_type != "latent":
         raise ValueError(
             f"output_type={output_type!r}: frames of this team are made on its last rank. Give output_type='latent' here, and "
             "take frames from pipe.receive_chunks() there."
+        )
+    if layout.decode_rank and known is not None and not known.closed:
+        raise ValueError(
+            "another stream of this team is open, and decode_rank=True decodes one stream at a time. Close that one first, "
+            "or enable_parallelism(decode_rank=False)."
         )
 
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..cache import Branch, KVManager, Session, TextKV
+from ..cache import KVManager, Session, TextKV
 from ..context import PagedForwardContext
 from ..merged import MergedForwardContext
 from ..parallel import VideoGroups
 from ..recipes import Recipe
 from ..transfer import download, upload
+from .apart import predict_apart
 from .batch_text import BatchText
 from .calls import NEGATIVE, POSITIVE, ForwardCalls
+from .denoise import FrameStep
 from .forwards import ForwardRunner
 from .hook import ControlHook
+from .rollout_text import RolloutText
 from .window import LatentShape, kept_frames
 
 
-class Rollout:
+class Rollout(RolloutText):
     """The latent state of a batch of videos: one session a video, all of them rows of each forward.
 
     Args:
@@ -37,7 +42,9 @@ class Rollout:
         control_hook: edits the transformer's arguments in every forward; None: nobody does.
         controls: what the hook gets for the chunk held and those to come; changed by ``set_controls``.
         merge_commits: run the commit of a chunk held in one forward with the first step of the next chunk, where both
-            have one size and nothing came between them. Without guidance and control hook only.
+            have one size and nothing came between them. Without guidance and control hook only, and for recipes whose
+            commit and next step see the same frames at the same positions.
+        calls: makes the calls of the runner.
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class Rollout:
         self.control_hook: ControlHook | None = None
         self.controls: Any = None
         self.runner = runner
-        self._calls = ForwardCalls(runner.attachment, shape, device)
+        self.calls = ForwardCalls(runner.attachment, shape, recipe.rope, device)
         self._text = BatchText()
         self._recent = torch.zeros(shape.chunk(0), device=device)
         self._recent_controls: tuple[Any, ...] = ()
@@ -78,87 +85,46 @@ class Rollout:
     @property
     def tokens_per_frame(self) -> int:
         """C, tokens of one latent frame."""
-        return self._calls.tokens_per_frame
+        return self.calls.tokens_per_frame
 
     @property
     def recent_latents(self) -> torch.Tensor:
         """Clean latents (videos, channels, frames, height, width) of the last S + W committed frames."""
         return self._recent
 
-    # -- text ----------------------------------------------------------------------------------------------------
-
-    def compute_text(self, embeds: Mapping[str, torch.Tensor]) -> dict[str, TextKV]:
-        """Text K/V of each branch held here, from (videos, text_len, text_dim) embeddings; nothing is stored yet.
-
-        Raises:
-            ValueError: not one row a video.
-        """
-        for name, value in embeds.items():
-            if value.shape[0] != self.shape.num_videos:
-                raise ValueError(
-                    f"the {name} prompt embeddings have {value.shape[0]} rows for {self.shape.num_videos} videos; give "
-                    "one each."
-                )
-        held = {name: value.to(self.device) for name, value in embeds.items() if name in self.local_names}
-        return {name: self.runner.attachment.compute_text_kv(value) for name, value in held.items()}
-
-    def set_text(self, text: Mapping[str, TextKV]) -> None:
-        """Replace the text of the branches named; self K/V stay as they are. A commit that is due runs first.
-
-        Raises:
-            KeyError: unknown branch.
-        """
-        self.commit_held()
-        rows = {name: [session.branch(name) for session in self.sessions] for name in text}
-        for name, value in text.items():
-            self._text.set(rows[name], value)
-
-    def clear_text(self) -> None:
-        """Forget the prompt, after a commit that is due; the next forward needs another one first."""
-        self.commit_held()
-        self._text.clear()
-        for session in self.sessions:
-            for branch in session.branches:
-                branch.text = None
-
     # -- forwards ------------------------------------------------------------------------------------------------
 
-    def predict(self, latents: torch.Tensor, timestep: float, guidance_scale: float) -> torch.Tensor:
+    def predict(self, step: FrameStep, guidance_scale: float) -> torch.Tensor:
         """One denoise step's velocity for the next chunk; writes its K/V, advances nothing. A commit that is due runs
         before it, or with it (``merge_commits``).
 
         Args:
-            latents: (videos, channels, frames, height, width) noisy chunk.
-            timestep: of all its frames, in [0, 1000].
+            step: the noisy chunk.
             guidance_scale: weight of the positive branch; the negative one runs only where there is one and the
                 scale is above 1.0.
         """
         held = self._uncommitted
-        if held is not None and self.merge_commits and held.shape == latents.shape:
-            return self._forward_merged(held, latents, timestep)
+        if held is not None and self.merge_commits and held.shape == step.latents.shape:
+            return self._forward_merged(held, step)
         self.commit_held()
         if self.local_names != self.branch_names:
-            return self._predict_apart(latents, timestep, guidance_scale)
-        positive = self._forward(POSITIVE, latents, timestep)
+            forward = partial(self._forward, self.local_names[0], step)
+            like = step.latents.to(self.runner.attachment.transformer.dtype)
+            return predict_apart(self.groups, forward, like, guidance_scale)
+        positive = self._forward(POSITIVE, step)
         if NEGATIVE not in self.branch_names or guidance_scale <= 1.0:
             return positive
-        negative = self._forward(NEGATIVE, latents, timestep)
-        return negative + guidance_scale * (positive - negative)
-
-    def _predict_apart(self, latents: torch.Tensor, timestep: float, guidance_scale: float) -> torch.Tensor:
-        """As ``predict``, with the branches on ranks of their own."""
-        (name,), groups = self.local_names, self.groups
-        assert groups is not None
-        if guidance_scale <= 1.0:
-            local = self._forward(name, latents, timestep) if name == POSITIVE else None
-            return groups.from_positive(local, latents.to(self.runner.attachment.transformer.dtype))
-        positive, negative = groups.gather_branches(self._forward(name, latents, timestep))
+        negative = self._forward(NEGATIVE, step)
         return negative + guidance_scale * (positive - negative)
 
     def agree(self) -> None:
         """Wait for the other ranks before a commit, so that all of them commit or none."""
         if self.groups is not None:
             self.groups.agree("a commit")
+
+    def share_each(self, items: Iterator[Any]) -> Iterator[Any]:
+        """The items that the first rank was given, on all that make the videos together; one by one, none is None."""
+        return items if self.groups is None else self.groups.share_each(items)
 
     def hold(self, clean_latents: torch.Tensor) -> None:
         """Take a finished chunk; its commit forward runs later, by ``commit_held``."""
@@ -169,11 +135,24 @@ class Rollout:
 
     def commit_held(self) -> None:
         """Run the clean forward of the chunk held, if there is one, in every branch, then advance all of them."""
-        if self._uncommitted is None:
+        step = self.begin_commit()
+        if step is None:
             return
         for name in self.local_names:
-            self._forward(name, self._uncommitted, self.recipe.commit_timestep)
+            self._forward(name, step)
         self.agree()
+        self.finish_commit()
+
+    def begin_commit(self) -> FrameStep | None:
+        """The clean forward of the chunk held, for every branch; None where none is. ``finish_commit`` comes after it."""
+        if self._uncommitted is None:
+            return None
+        return FrameStep(latents=self._uncommitted, timestep=self.recipe.commit_timestep)
+
+    def finish_commit(self) -> None:
+        """Advance all branches past the clean forward of the chunk held."""
+        if self._uncommitted is None:
+            return
         for session in self.sessions:
             session.commit()
         self._keep_committed(self._uncommitted)
@@ -206,11 +185,17 @@ class Rollout:
         for name, value in text.items():
             span = self.sessions[0].branch(name).ring.recache_span()
             if span is not None:
-                num_frames = span[1] // self.tokens_per_frame
-                first = self._recent.shape[2] - num_frames
-                latents, controls = self._recent[:, :, first:], self._recent_controls[first:]
-                timestep = self.recipe.commit_timestep
-                self._forward(name, latents, timestep, start=span[0], text=value, controls=controls)
+                step = self._committed_frames(span[1] // self.tokens_per_frame)
+                self._forward(name, step, start=span[0], text=value)
+
+    def _committed_frames(self, num_frames: int) -> FrameStep:
+        """The clean forward of the last frames committed."""
+        first = self._recent.shape[2] - num_frames
+        return FrameStep(
+            latents=self._recent[:, :, first:],
+            timestep=self.recipe.commit_timestep,
+            controls=self._recent_controls[first:],
+        )
 
     def flush(self, num_frames: int) -> None:
         """Keep the sink and the last ``num_frames`` latent frames of history; positions go on."""
@@ -233,10 +218,10 @@ class Rollout:
             OutOfPagesError: the pool has too few sessions free; this rollout stays as it is.
             RuntimeError: closed, offloaded or stale.
         """
-        self._check_open()
+        self.check_open()
         self.commit_held()
         child = copy.copy(self)
-        child.sessions, child._text, child._calls = [], self._text.copy(), self._calls.copy()
+        child.sessions, child._text, child.calls = [], self._text.copy(), self.calls.copy()
         try:
             for session in self.sessions:
                 child.sessions.append(session.fork())
@@ -256,7 +241,7 @@ class Rollout:
         Raises:
             RuntimeError: closed, or a commit is due on sessions that the pool has evicted.
         """
-        self._check_open()
+        self.check_open()
         self.commit_held()
         for session in self.sessions:
             session.offload()
@@ -270,7 +255,7 @@ class Rollout:
             OutOfPagesError: the pool has too few sessions free; call it again when it has.
             RuntimeError: closed.
         """
-        self._check_open()
+        self.check_open()
         for session in self.sessions:
             session.onload()
         self._recent = upload(self._recent, self.device)
@@ -281,60 +266,63 @@ class Rollout:
         self._recent_controls = ()
         self._text.clear()
         self._recent = self._recent.new_empty(0)
-        self._calls.close()
+        self.calls.close()
         for session in self.sessions:
             session.close()
         # A closed session still knows its pool; a stream that somebody keeps must not keep the pool.
         self.sessions.clear()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise RuntimeError on a closed rollout."""
         if not self.sessions:
             raise RuntimeError("this rollout is closed; start a new one.")
+
+    def drop_joined_text(self) -> None:
+        """Let go of this rollout's own join of its rows' text, after another one was made that includes them."""
+        self._text.clear()
+
+    def arguments(self, branch_name: str, step: FrameStep, *, start_frame: int) -> dict[str, Any]:
+        """The transformer's arguments for these frames but for its text; ``start_frame`` is the cache's next frame."""
+        hooked = replace(
+            step,
+            controls=step.controls if step.controls is not None else (self.controls,) * step.num_frames,
+            start_frame=self._first_frame(step, start_frame),
+        )
+        return self.calls.arguments(hooked, self.control_hook, branch=branch_name)
+
+    def _first_frame(self, step: FrameStep, start_frame: int) -> int:
+        """Absolute latent frame of a step's first frame."""
+        return start_frame if step.start_frame is None else step.start_frame
 
     def _forward(
         self,
         branch_name: str,
-        latents: torch.Tensor,
-        timestep: float,
+        step: FrameStep,
         *,
         start: int | None = None,
         text: TextKV | None = None,
-        controls: tuple[Any, ...] | None = None,
     ) -> torch.Tensor:
-        """The transformer's output for these frames; ``controls`` is one a frame, None: the current ones."""
-        self._check_open()
+        """The transformer's output for these frames."""
+        self.check_open()
         branches = [session.branch(branch_name) for session in self.sessions]
         text = text or self._text_of(branches)
-        num_frames = latents.shape[2]
+        num_tokens, num_extra = self.calls.count_tokens(step)
+        backend = self.runner.attachment.backend
         forward = PagedForwardContext(
-            branches,
-            num_tokens=num_frames * self.tokens_per_frame,
-            start=start,
-            backend=self.runner.attachment.backend,
+            branches, num_tokens=num_tokens, num_extra=num_extra, start=start, backend=backend
         )
-        frame_controls = controls if controls is not None else (self.controls,) * num_frames
-        control = (self.control_hook, frame_controls)
-        return self.runner.run(
-            self._calls.plain(forward, latents, timestep, text, branch=branch_name, control=control)
-        )
+        arguments = self.arguments(branch_name, step, start_frame=forward.starts[0] // self.tokens_per_frame)
+        return self.runner.run(self.calls.plain(forward, arguments, text, branch=branch_name))
 
-    def _forward_merged(self, held: torch.Tensor, latents: torch.Tensor, timestep: float) -> torch.Tensor:
+    def _forward_merged(self, held: torch.Tensor, step: FrameStep) -> torch.Tensor:
         """Commit the chunk held and predict the next one's velocity in one forward."""
-        self._check_open()
+        self.check_open()
         branches = [session.branch(POSITIVE) for session in self.sessions]
         text = self._text.double(self._text_of(branches))
-        forward = MergedForwardContext(
-            branches,
-            num_tokens=latents.shape[2] * self.tokens_per_frame,
-            backend=self.runner.attachment.backend,
-        )
-        timesteps = (self.recipe.commit_timestep, timestep)
-        out = self.runner.run(self._calls.merged(forward, (held, latents), timesteps, text), before_end=self.agree)
+        num_tokens, _ = self.calls.count_tokens(step)
+        forward = MergedForwardContext(branches, num_tokens=num_tokens, backend=self.runner.attachment.backend)
+        timesteps = (self.recipe.commit_timestep, step.timestep)
+        call = self.calls.merged(forward, (held, step.latents), timesteps, text)
+        out = self.runner.run(call, before_end=self.agree)
         self._keep_committed(held)
         return out[len(branches) :]
-
-    def _text_of(self, branches: list[Branch]) -> TextKV:
-        text = self._text.get(branches)
-        if text is None:
-            raise RuntimeError(f"branch {branches[0].name!r} has no prompt; set one before the next chunk.")
-        return text

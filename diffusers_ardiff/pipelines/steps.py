@@ -92,6 +92,21 @@ class NoiseSource:
             generator = [g.clone_state() for g in self.generator] if is_list else self.generator.clone_state()
         return dataclasses.replace(self, generator=generator)
 
+    def state(self) -> list[torch.Tensor]:
+        """Where the generators stand; empty where there is none and torch's global one is drawn from."""
+        return [generator.get_state() for generator in self._generators]
+
+    def rewind(self, state: list[torch.Tensor]) -> None:
+        """Draw again what was drawn since ``state`` was taken; no-op without a generator."""
+        for generator, known in zip(self._generators, state, strict=True):
+            generator.set_state(known)
+
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        if self.generator is None:
+            return []
+        return self.generator if isinstance(self.generator, list) else [self.generator]
+
     def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
         # Drawn where the generator lives, then copied without waiting: the device goes on with what is queued.
         first = self.generator[0] if isinstance(self.generator, list) else self.generator

@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .callbacks import run_callback
+from ..transfer import download, upload
+from .callbacks import ENDED_EARLY, run_callback
 from .calls import NEGATIVE
 from .control import ControlEvent
+from .denoise import Denoiser
 from .frames import check_history_limit, next_chunk_size
 from .inputs import check_generators
 from .live import Inbox, LiveControl
 from .output import ARChunk, FrameOutput
 from .prompts import PromptChange, PromptState
+from .rolling import RollingWindow, start_denoiser
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
-from .steps import NoiseSource, add_noise, predict_clean
+from .steps import NoiseSource
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
@@ -62,6 +65,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         """Given frames, prompt schedule and counters of a video that begins."""
         self._given = iter(self._settings.given)
         self._schedule = list(self._settings.schedule)
+        self._window = RollingWindow()
         self.num_steps = self._num_chunks = self._num_generated = self._generated_frames = 0
 
     @property
@@ -87,10 +91,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             chunk = None if self._closed else self._next_chunk()
         except StopIteration as error:
             self.close()
-            raise RuntimeError(
-                "a callback, a control hook or a `step_noise` function raised StopIteration before the video's end; "
-                "an iterator it takes from may be too short."
-            ) from error
+            raise RuntimeError(ENDED_EARLY) from error
         if chunk is None:
             self.close()
             raise StopIteration
@@ -98,8 +99,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
 
     def _next_chunk(self) -> ARChunk | None:
         """None at the end, and where a callback closed the stream."""
-        if self.rollout.offloaded:
-            raise RuntimeError("this stream is offloaded; call onload() on it first.")
+        self._check_onloaded()
         self._pipeline.call_state = self.state
         with self._closed_on_error():
             upcoming = self._reach_next_chunk()
@@ -110,6 +110,10 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         with self._closed_on_error():
             return self._make_chunk(upcoming)
 
+    def _check_onloaded(self) -> None:
+        if self.rollout.offloaded:
+            raise RuntimeError("this stream is offloaded; call onload() on it first.")
+
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
         try:
@@ -119,7 +123,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             raise
 
     def _reach_next_chunk(self) -> torch.Tensor | int | None:
-        """Commit what is due, unless that is merged with the next step; the next chunk's given latents, or its frames to generate, or None at the end."""
+        """Commit what is due, unless the next step does; the next chunk's given latents, or its size, or None at the end."""
         given = next(self._given, None)
         size = self._next_size() if given is None else None
         if given is None and size is None:
@@ -140,41 +144,39 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         return size
 
     def _make_chunk(self, upcoming: torch.Tensor | int) -> ARChunk | None:
-        start = self.rollout.num_latent_frames
-        latents = self._generate(upcoming) if isinstance(upcoming, int) else upcoming
+        if not isinstance(upcoming, int):
+            return self._hand_out(upcoming, is_given=True)
+        denoiser = self._start_denoising(upcoming)
+        while (step := denoiser.step) is not None:
+            denoiser.take(self.rollout.predict(step, self.state.guidance_scale))
+        return self._hand_out(denoiser.latents)
+
+    def _start_denoising(self, size: int) -> Denoiser:
+        """Begin the next chunk, of ``size`` latent frames."""
+        place, total = (self._num_generated, self._generated_frames), self._settings.total_latent_frames
+        return start_denoiser(self.rollout, self._noise, size, place, self._after_step, self._window, total)
+
+    def _hand_out(self, latents: torch.Tensor, is_given: bool = False) -> ARChunk | None:
+        """Keep a finished chunk for its commit, and decode it; None where a callback closed the stream."""
         if self._closed:
             return None
+        if not is_given:
+            self._num_generated += 1
+            self._generated_frames += latents.shape[2]
+        start = self.rollout.num_latent_frames
         self.rollout.hold(latents)
         chunk = ARChunk(
             index=self._num_chunks,
             output=self._output.make(latents, self.rollout.recent_latents),
             latents=latents,
             start_latent_frame=start,
-            is_given=not isinstance(upcoming, int),
+            is_given=is_given,
             last_event_id=self._last_event_id,
         )
         self._num_chunks += 1
         return chunk
 
-    def _generate(self, size: int) -> torch.Tensor:
-        """Denoise the next chunk of ``size`` latent frames."""
-        rollout, noise = self.rollout, self._noise
-        shape = rollout.shape.chunk(size)
-        timesteps, sigmas = (fn(self._num_generated) for fn in (rollout.recipe.timesteps, rollout.recipe.sigmas))
-        latents = noise.initial(shape, self._generated_frames)
-        for step, (timestep, sigma) in enumerate(zip(timesteps, sigmas, strict=True)):
-            velocity = rollout.predict(latents, timestep, self.state.guidance_scale)
-            latents = predict_clean(latents, velocity, sigma)
-            if step + 1 < len(sigmas):
-                latents = add_noise(latents, noise.step(shape, self._num_generated, step), sigmas[step + 1])
-            latents = self._after_step(timestep, latents)
-            if self.state.interrupted or self._closed:
-                break
-        self._num_generated += 1
-        self._generated_frames += size
-        return latents
-
-    def _after_step(self, timestep: float, latents: torch.Tensor) -> torch.Tensor:
+    def _after_step(self, timestep: float, latents: torch.Tensor) -> tuple[torch.Tensor, bool]:
         settings = self._settings
         # Once more, since a call inside a callback leaves its own state behind.
         self._pipeline.call_state = self.state
@@ -184,7 +186,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         self.num_steps += 1
         if settings.on_step is not None:
             settings.on_step()
-        return latents
+        return latents, self.state.interrupted or self._closed
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -256,8 +258,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             self._apply_change(self._schedule.pop(0))
 
     def _apply_events(self) -> None:
-        groups, events = self.rollout.groups, self.inbox.mailbox.take_pending()
-        for event in events if groups is None else groups.share_each(events):
+        for event in self.rollout.share_each(self.inbox.mailbox.take_pending()):
             try:
                 self._apply_event(event)
             except Exception as error:
@@ -282,8 +283,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             ValueError: unknown state.
             RuntimeError: the stream is closed.
         """
-        unknown = set(keep) - set(RESET_STATES)
-        if unknown:
+        if unknown := set(keep) - set(RESET_STATES):
             raise ValueError(f"unknown state {sorted(unknown)} to keep; known: {list(RESET_STATES)}.")
         if self._closed:
             raise RuntimeError("this stream is closed; start a new one.")
@@ -310,7 +310,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         noise, output = self._noise.fork(generator), self._output.fork()
         rollout, state = self.rollout.fork(), copy.copy(self.state)
         child = ARStream(self._pipeline, rollout, noise, self._settings, state=state, output=output)
-        child._prompt = self._prompt.copy_for(rollout)
+        child._prompt, child._window = self._prompt.copy_for(rollout), self._window.copy()
         child._given, child._schedule = copy.copy(self._given), list(self._schedule)
         child.num_steps, child._num_chunks = self.num_steps, self._num_chunks
         child._num_generated, child._generated_frames = self._num_generated, self._generated_frames
@@ -320,10 +320,12 @@ class ARStream(LiveControl, Iterator[ARChunk]):
     def offload(self) -> None:
         """Move all but the decoder's state to host memory and give the pages back; see ``Rollout.offload``."""
         self.rollout.offload()
+        self._window.move(download)
 
     def onload(self) -> None:
         """Take pages again and go on, bit by bit as if nothing had been; see ``Rollout.onload``."""
         self.rollout.onload()
+        self._window.move(lambda latents: upload(latents, self.rollout.device))
 
     def close(self) -> None:
         """Stop and give all memory back; calling it again does nothing."""

@@ -42,6 +42,7 @@ class WarmupReport:
         num_compiled_shapes: shapes of forwards that run compiled from now on; others run eagerly.
         num_graphs: forwards captured, one a run of pages and fill level of the window.
         pool_bytes: K/V pool that stays allocated until ``cooldown``.
+        decoder_seconds: spent on compiling the decoder; 0 where ``set_decoder`` asked for none, or nothing is decoded.
     """
 
     total_seconds: float
@@ -50,13 +51,15 @@ class WarmupReport:
     num_compiled_shapes: int
     num_graphs: int
     pool_bytes: int
+    decoder_seconds: float = 0.0
 
     def __str__(self) -> str:
+        decoder = f", decoder compiled in {self.decoder_seconds:.1f} s" if self.decoder_seconds else ""
         return (
             f"warm after {self.total_seconds:.1f} s: {len(self.chunk_seconds)} chunks, the first in "
             f"{self.chunk_seconds[0]:.1f} s, the last in {self.chunk_seconds[-1]:.3f} s; {self.num_compiled_shapes} "
             f"shapes compiled, {self.num_graphs} forwards captured in {self.capture_seconds:.1f} s, pool "
-            f"{self.pool_bytes / 2**30:.3f} GiB."
+            f"{self.pool_bytes / 2**30:.3f} GiB{decoder}."
         )
 
 
@@ -161,7 +164,8 @@ class WarmUp:
         Calls and streams of the same size, window, number of videos and guidance then run in that pool, from their
         first chunk on as fast as later ones. Others work as before, in a pool of their own; so does a second stream at
         the same time. A new warm-up replaces the last one. Text of another length, recaches and chunks of other sizes
-        (given images) run eagerly; ``control_hook`` calls that add arguments are not replayed.
+        (given images) run eagerly; ``control_hook`` calls that add arguments are not replayed. With ``decode`` (the
+        default) the decoder runs too, and is compiled where ``set_decoder`` asks for it, as by ``warmup_decoder``.
 
         Args:
             height, width: pixels; None: the recipe's.
@@ -224,6 +228,8 @@ def run_warmup(
     if compile:
         _compile_blocks(transformer, {} if compile is True else compile)
     try:
+        # Before the pool is there, and not in the seconds of a chunk.
+        decoder_seconds = _warm_decoder(pipeline, planner)
         manager = planner.build()
         warm = WarmState(
             key=WarmKey.of(planner),
@@ -245,7 +251,17 @@ def run_warmup(
         num_compiled_shapes=len(shapes) if shapes is not None else 0,
         num_graphs=len(graphs) if graphs is not None else 0,
         pool_bytes=manager.storage.num_bytes,
+        decoder_seconds=decoder_seconds,
     )
+
+
+def _warm_decoder(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> float:
+    """Compile the decoder for the planned size, where it is to be compiled; seconds it took."""
+    if planner.decoding is None or not planner.decoding.options.compile:
+        return 0.0
+    shape, factor = planner.shape, pipeline.vae_scale_factor_spatial
+    size = (shape.height * factor, shape.width * factor)
+    return pipeline.warmup_decoder(*size, recipe=planner.recipe, num_videos=shape.num_videos)
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ def ring_geometry(recipe: Recipe, tokens_per_frame: int, page_size: int) -> Ring
         sink_tokens=sink * tokens_per_frame,
         window_tokens=window * tokens_per_frame,
         page_size=page_size,
+        max_extra_tokens=(recipe.num_chunks_at_once - 1) * recipe.chunk_frames * tokens_per_frame,
         full_history=recipe.num_window_frames is None,
     )
 
@@ -42,3 +43,16 @@ def kept_frames(recipe: Recipe) -> int:
     if recipe.num_window_frames is None:
         return recipe.max_latent_frames or 0
     return recipe.num_sink_frames + recipe.num_window_frames
+
+
+def frames_in_forward(recipe: Recipe) -> int:
+    """Latent frames of the largest forward that every video has, given frames and recaches aside."""
+    size = max(recipe.chunk_frames, recipe.first_chunk_frames or 0) * recipe.num_chunks_at_once
+    context = kept_frames(recipe) - recipe.chunk_frames if recipe.context_mode == "recompute" else 0
+    return max(size, context)
+
+
+def latent_frames_in_memory(recipe: Recipe) -> int:
+    """Latent frames that a session keeps from chunk to chunk: clean ones, the sink's own, and chunks still noisy."""
+    first = recipe.num_sink_frames if recipe.context_mode == "recompute" else 0
+    return kept_frames(recipe) + first + (recipe.num_chunks_at_once - 1) * recipe.chunk_frames

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..processors.wan import HostSettings, _project_out, _project_qkv
+from ..processors.base import HostSettings, project_out, project_qkv
 from ..rope import Rotary, apply_rotary
 from .light_decoder import LightDecoder
 from .light_stream import LightDecodeStream
@@ -98,15 +98,15 @@ def light_decode_bytes(
         return peak_bytes(lambda: stream.decode(torch.empty(latents)))
 
 
-def forward_bytes(transformer: Any, latents: tuple[int, ...]) -> int:
+def forward_bytes(transformer: Any, latents: tuple[int, ...], num_timesteps: int | None = None) -> int:
     """Working memory of one eager forward over ``latents`` (B, C, n, h, w): that of its largest block and its ends.
 
-    Compiled blocks take less.
+    Compiled blocks take less. ``num_timesteps`` a row, one a token; None: one for all.
     """
     config = json.dumps({key: value for key, value in transformer.config.items() if not key.startswith("_")})
     # torch.compile(transformer) is a wrapper without a config to build from.
     model_class: Any = type(getattr(transformer, "_orig_mod", transformer))
-    return _forward_bytes(model_class, config, latents, transformer.dtype)
+    return _forward_bytes(model_class, config, (latents, num_timesteps), transformer.dtype)
 
 
 class _ShapeOnlyAttn(HostSettings):
@@ -122,20 +122,24 @@ class _ShapeOnlyAttn(HostSettings):
     ) -> torch.Tensor:
         if encoder_hidden_states is not None:
             query = attn.norm_q(attn.to_q(hidden_states)).unflatten(2, (attn.heads, -1))
-            return _project_out(attn, torch.empty_like(query))
-        query, key, value = _project_qkv(attn, hidden_states)
+            return project_out(attn, torch.empty_like(query))
+        query, key, value = project_qkv(attn, hidden_states)
         query = attn.norm_q(query).unflatten(2, (attn.heads, -1))
         key = attn.norm_k(key).unflatten(2, (attn.heads, -1))
         value = value.unflatten(2, (attn.heads, -1))
         if rotary_emb is not None:
             query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
-        return _project_out(attn, torch.empty_like(query))
+        return project_out(attn, torch.empty_like(query))
 
 
 @lru_cache(maxsize=64)
-def _forward_bytes(model_class: Any, config: str, latents: tuple[int, ...], dtype: torch.dtype) -> int:
+def _forward_bytes(
+    model_class: Any, config: str, shapes: tuple[tuple[int, ...], int | None], dtype: torch.dtype
+) -> int:
+    latents, num_timesteps = shapes
     # Two blocks: the second one runs while the first one's output is alive.
     values = json.loads(config) | {"num_layers": 2}
+    rest = () if num_timesteps is None else (num_timesteps,)
     with torch.device("meta"):
         model = model_class.from_config(values)
         torch.nn.Module.to(model, dtype)
@@ -143,7 +147,7 @@ def _forward_bytes(model_class: Any, config: str, latents: tuple[int, ...], dtyp
             for attn in (block.attn1, block.attn2):
                 attn.set_processor(_ShapeOnlyAttn(attn.processor))
         stub = torch.empty(latents[0], 1, values["text_dim"], dtype=dtype)
-        hidden, timestep = torch.empty(latents, dtype=dtype), torch.empty(latents[0])
+        hidden, timestep = torch.empty(latents, dtype=dtype), torch.empty(latents[:1] + rest)
         return peak_bytes(
             lambda: model(hidden_states=hidden, timestep=timestep, encoder_hidden_states=stub, return_dict=False)
         )

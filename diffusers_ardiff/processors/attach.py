@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..attention import WriteChoice, check_write_name, choose_write, fused_write_refusals, get_backend
-from ..cache import KVShape, TextKV
+from ..cache import TextKV
 from ..context import ForwardInputs
 from ..parallel import TokenSharding
 from ..rope import Rotary
-from .wan import HostSettings, PagedWanCrossAttnProcessor, PagedWanSelfAttnProcessor, norm_refusals, project_text
-
-_ATTN_PARTS = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k", "heads", "set_processor")
+from .base import HostSettings, PagedSelfAttnProcessor
+from .family import RopeFunction, TransformerGeometry, find_family
+from .offloaded import parts_onloaded
 
 
 class OffsetRope(torch.nn.Module):
@@ -27,39 +26,9 @@ class OffsetRope(torch.nn.Module):
         self.host_rope = host_rope
         self.rotary: Rotary | None = None
 
-    def forward(self, hidden_states: torch.Tensor) -> Rotary:
-        """(cos, sin) for the latents (rows, channels, frames, height, width) of this forward."""
-        return self.rotary if self.rotary is not None else self.host_rope(hidden_states)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerGeometry:
-    """What the cache needs to know of a transformer, read from its modules and config, never assumed."""
-
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    patch_size: tuple[int, int, int]
-
-    def tokens_per_frame(self, latent_height: int, latent_width: int) -> int:
-        """C, tokens of one latent frame.
-
-        Raises:
-            ValueError: the latent size is no multiple of the patch.
-        """
-        _, patch_height, patch_width = self.patch_size
-        if latent_height % patch_height or latent_width % patch_width:
-            raise ValueError(
-                f"latent frames of {latent_height}x{latent_width} can't be cut into patches of "
-                f"{patch_height}x{patch_width}; use multiples of the patch."
-            )
-        return (latent_height // patch_height) * (latent_width // patch_width)
-
-    def kv_shape(self, dtype: torch.dtype) -> KVShape:
-        """Shape of keys and values stored in ``dtype``."""
-        return KVShape(
-            num_layers=self.num_layers, num_heads=self.num_heads, head_dim=self.head_dim, itemsize=dtype.itemsize
-        )
+    def forward(self, *args: Any, **kwargs: Any) -> Rotary:
+        """(cos, sin) of this forward; arguments as the host's module takes them."""
+        return self.rotary if self.rotary is not None else self.host_rope(*args, **kwargs)
 
 
 class PagedAttachment:
@@ -75,13 +44,18 @@ class PagedAttachment:
         self.transformer = transformer
         self.backend = get_backend(backend).name if backend is not None else None
         self.write = check_write_name(write)
-        blocks = _wan_blocks(transformer)
-        self._attn = [(block.attn1, block.attn2) for block in blocks]
-        self._processors = [
-            (PagedWanSelfAttnProcessor(attn1.processor), PagedWanCrossAttnProcessor(attn2.processor))
-            for attn1, attn2 in self._attn
+        self.family = family = find_family(transformer)
+        self._layers = family.layers(transformer)
+        self._processors: list[tuple[PagedSelfAttnProcessor, Any]] = [
+            (
+                family.make_self_processor(layer.self_attn),
+                None if layer.cross_attn is None else family.make_cross_processor(layer.cross_attn),
+            )
+            for layer in self._layers
         ]
-        self._rope = OffsetRope(transformer.rope)
+        self._rope = None if family.rope_module is None else OffsetRope(getattr(transformer, family.rope_module))
+        self._hooks: list[Any] = []
+        self._bound: ForwardInputs | None = None
         self._attached = False
         self._stays = False
         self._num_entered = 0
@@ -94,14 +68,15 @@ class PagedAttachment:
     @property
     def geometry(self) -> TransformerGeometry:
         """Layers, heads, head size and patch of the transformer."""
-        attn1 = self._attn[0][0]
-        patch = self.transformer.config.patch_size
-        return TransformerGeometry(
-            num_layers=len(self._attn),
-            num_heads=attn1.heads,
-            head_dim=attn1.norm_k.weight.shape[0] // attn1.heads,
-            patch_size=(patch[0], patch[1], patch[2]),
-        )
+        return self.family.geometry(self.transformer)
+
+    def make_rope(self, **options: Any) -> RopeFunction:
+        """A function of (frame positions of each row, patch rows, patch columns, device) that gives the angles to bind.
+
+        Args:
+            options: what the family's host takes per call, such as frames a second; see docs/families.md.
+        """
+        return self.family.make_rope(self.transformer, **options)
 
     def attach(self) -> PagedAttachment:
         """Put the processors and the rope module into the transformer until ``detach``; a ``with`` leaves them in.
@@ -126,8 +101,10 @@ class PagedAttachment:
             self._swap_out()
 
     def _pairs(self) -> Iterator[tuple[Any, HostSettings]]:
-        for attns, ours in zip(self._attn, self._processors, strict=True):
-            yield from zip(attns, ours, strict=True)
+        for attns, ours in zip(self._layers, self._processors, strict=True):
+            yield from (
+                (attn, processor) for attn, processor in zip(attns, ours, strict=True) if processor is not None
+            )
 
     def _swap_in(self) -> None:
         if self._attached:
@@ -137,8 +114,10 @@ class PagedAttachment:
             for attn, processor in self._pairs():
                 processor.host_processor = attn.processor
                 attn.set_processor(processor)
-            self._rope.host_rope = self.transformer.rope
-            self.transformer.rope = self._rope
+            if self._rope is not None:
+                self._rope.host_rope = self._host_rope
+                setattr(self.transformer, self._rope_name, self._rope)
+            self._hooks = self.family.register_hooks(self.transformer, lambda: self._bound)
         except BaseException:
             self._swap_out()
             raise
@@ -148,20 +127,32 @@ class PagedAttachment:
         for attn, processor in self._pairs():
             if attn.processor is processor:
                 attn.set_processor(processor.host_processor)
-        if self.transformer.rope is self._rope:
-            self.transformer.rope = self._rope.host_rope
+        if self._rope is not None and self._host_rope is self._rope:
+            setattr(self.transformer, self._rope_name, self._rope.host_rope)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         self._attached = self._stays = False
+
+    @property
+    def _rope_name(self) -> str:
+        return self.family.rope_module or ""
+
+    @property
+    def _host_rope(self) -> Any:
+        """What stands now where the host's rope module was found; None where the family leaves it alone."""
+        return getattr(self.transformer, self._rope_name) if self._rope is not None else None
 
     @property
     def covers_all_blocks(self) -> bool:
         """Whether the transformer still has exactly the attention modules these processors were made for."""
-        found = [getattr(block, name, None) for block in self.transformer.blocks for name in ("attn1", "attn2")]
-        known = [attn for attn, _ in self._pairs()]
+        found = [attn for layer in self.family.layers(self.transformer) for attn in layer]
+        known = [attn for layer in self._layers for attn in layer]
         return len(found) == len(known) and all(a is b for a, b in zip(found, known, strict=True))
 
     @property
     def _is_compiled(self) -> bool:
-        modules = (self.transformer, *self.transformer.blocks)
+        modules = (self.transformer, *self.family.blocks(self.transformer))
         return any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
 
     def _check_unchanged(self) -> None:
@@ -171,7 +162,7 @@ class PagedAttachment:
                 "so these would not be paged; undo the later swap first, or make a new attachment."
             )
         swapped = any(attn.processor is not processor for attn, processor in self._pairs())
-        if self._attached and (swapped or self.transformer.rope is not self._rope):
+        if self._attached and (swapped or self._host_rope is not self._rope):
             raise RuntimeError(
                 "the transformer's attention processors or its rope were swapped again after the paged ones were "
                 "attached; undo the later swap first."
@@ -194,19 +185,24 @@ class PagedAttachment:
 
         Args:
             context: a prepared forward context; where it names no attention backend, it takes the attached one.
-            rotary: (cos, sin) of all its tokens, also where ``sharding`` cuts them.
+            rotary: (cos, sin) of all its tokens, also where ``sharding`` cuts them, from the function that ``make_rope``
+                returns.
             text: text K/V of its rows; None: the host computes cross-attention from ``encoder_hidden_states``.
 
         Raises:
             RuntimeError: not attached, another forward is bound, processors or blocks were swapped, or, at the end, a
                 layer has written no keys, so the forward must not be committed.
-            ValueError: context and attachment name different backends, or the fused write is named and cannot serve.
+            TypeError: ``sharding`` is set, and the family can't be cut.
+            ValueError: context and attachment name different backends, or the fused write is named and cannot serve; or
+                text is given to a family that does not cache it.
         """
         if not self._attached:
             raise RuntimeError("attach the paged processors before binding a forward to them.")
-        if self._rope.rotary is not None:
+        if self._bound is not None:
             raise RuntimeError("another forward is bound to this transformer; a transformer runs one at a time.")
         self._check_unchanged()
+        if text is not None and self._layers[0].cross_attn is None:
+            raise ValueError(f"{self.family.name} transformers compute text K/V in every forward; bind without text.")
         if self.backend is not None:
             context.use_backend(self.backend)
         write = self.choose_write(context.storage.device.type, context.storage.dtype)
@@ -215,21 +211,45 @@ class PagedAttachment:
             torch.compiler.cudagraph_mark_step_begin()
         sharding = self.sharding
         if sharding is not None:
+            self.check_sharding()
             rotary = sharding.cut_rotary(self.transformer, rotary)
         try:
-            self._rope.rotary = rotary
-            for layer, (self_attn, cross_attn) in enumerate(self._processors):
-                self_attn.inputs, self_attn.write = context.layer_inputs(layer), write
-                self_attn.exchange = sharding.exchange if sharding is not None else None
-                cross_attn.text = text.layers[layer] if text is not None else None
+            self._bound = context
+            self._hand_over(context, rotary, text, write)
             with sharding.cut(self.transformer) if sharding is not None else nullcontext():
                 yield
         finally:
-            self._rope.rotary = None
-            for self_attn, cross_attn in self._processors:
-                self_attn.inputs = self_attn.exchange = None
-                cross_attn.text = None
+            self._bound = None
+            self._take_back()
         self._check_all_written(context)
+
+    def _hand_over(self, context: ForwardInputs, rotary: Rotary, text: TextKV | None, write: WriteChoice) -> None:
+        if self._rope is not None:
+            self._rope.rotary = rotary
+        for layer, (self_attn, cross_attn) in enumerate(self._processors):
+            self_attn.inputs, self_attn.write = context.layer_inputs(layer), write
+            self_attn.exchange = self.sharding.exchange if self.sharding is not None else None
+            if self._rope is None:
+                self_attn.rotary = rotary
+            if cross_attn is not None:
+                cross_attn.text = text.layers[layer] if text is not None else None
+
+    def _take_back(self) -> None:
+        if self._rope is not None:
+            self._rope.rotary = None
+        for self_attn, cross_attn in self._processors:
+            self_attn.inputs = self_attn.rotary = self_attn.exchange = None
+            if cross_attn is not None:
+                cross_attn.text = None
+
+    def check_sharding(self) -> None:
+        """Raise TypeError where tokens and heads of this transformer can't be dealt out to several ranks."""
+        reasons = self.family.sharding_refusals(self.transformer)
+        if reasons:
+            raise TypeError(
+                f"{type(self.transformer).__name__} can't be run on several ranks: {'; '.join(reasons)}. Wan, SkyReels-V2 "
+                "and ChronoEdit can. Run this one on a rank alone, with ulysses_degree=1, or a video on each rank."
+            )
 
     def fused_write_refusals(self, device_type: str, dtype: torch.dtype) -> list[str]:
         """Why one kernel cannot normalise and rotate in this transformer and write to pools of that dtype; empty: it can.
@@ -242,8 +262,8 @@ class PagedAttachment:
         reasons = fused_write_refusals(device_type, dtype, geometry.head_dim)
         if reasons:
             return reasons
-        for layer, (attn1, _) in enumerate(self._attn):
-            found = norm_refusals(attn1, geometry.num_heads * geometry.head_dim)
+        for layer, (attn, _) in enumerate(self._layers):
+            found = self.family.fused_write_refusals(attn, geometry.num_heads, geometry.head_dim)
             if found:
                 return [f"layer {layer}: {reason}" for reason in found]
         return []
@@ -258,7 +278,7 @@ class PagedAttachment:
         return choose_write(self.write, refusals)
 
     def _check_all_written(self, context: ForwardInputs) -> None:
-        unwritten = [layer for layer in context.unwritten_layers if layer < len(self._attn)]
+        unwritten = [layer for layer in context.unwritten_layers if layer < len(self._layers)]
         if unwritten:
             raise RuntimeError(
                 f"layers {unwritten} wrote no keys in this forward, so it counts as failed. Either a cache skips blocks "
@@ -277,34 +297,26 @@ class PagedAttachment:
         Returned whole or not at all, so a failure leaves whatever a session held before.
 
         Raises:
-            NotImplementedError: diffusers moves whole blocks to the device when they are called (block-level group
-                offloading), and here only parts of them are.
+            NotImplementedError: the family computes them in every forward.
         """
-        if any(_is_offloaded_whole(block) for block in self.transformer.blocks):
-            raise NotImplementedError(
-                "text K/V are computed by parts of the blocks, which block-level group offloading leaves off the device; "
-                "use enable_group_offload(offload_type='leaf_level')."
-            )
         hook = getattr(self.transformer, "_hf_hook", None)
         if hook is not None:
             hook.pre_forward(self.transformer)
-        embedder = self.transformer.condition_embedder
-        text_states = embedder.text_embedder(prompt_embeds.to(self.transformer.dtype))
-        image_states = None if image_embeds is None else embedder.image_embedder(image_embeds)
-        return TextKV(tuple(project_text(attn2, text_states, image_states) for _, attn2 in self._attn))
+        with parts_onloaded(self.transformer):
+            return self.family.compute_text_kv(self.transformer, prompt_embeds, image_embeds)
 
 
 def attach_paged_attention(
     transformer: Any, *, backend: str | None = None, write: str | None = None
 ) -> PagedAttachment:
-    """Swap paged attention into a Wan-family transformer, found by structure.
+    """Swap paged attention into a video transformer; its family is found by structure.
 
         with attach_paged_attention(transformer) as paged, PagedForwardContext([branch], num_tokens=n) as forward:
             with paged.bind(forward, rotary, text):
                 transformer(...)
 
     Args:
-        transformer: ``WanTransformer3DModel`` or a model built like it.
+        transformer: a model of a registered family (docs/families.md).
         backend: attention backend by name; None: chosen by capability and measured order.
         write: who normalises, rotates and writes: "fused" (one Triton kernel), "torch"; None: the measured choice, torch
             where the kernel cannot serve. Either way ``PagedAttachment.choose_write`` says which.
@@ -312,36 +324,10 @@ def attach_paged_attention(
     Returns: the attachment, attached. Use it as a context manager, or call ``detach()``.
 
     Raises:
-        TypeError: the model lacks a part; the message lists them.
+        TypeError: the model is of no family (the message lists what is missing for each), or can't be right chunk by
+            chunk.
         ValueError: unknown backend or way to write.
     """
     attachment = PagedAttachment(transformer, backend=backend, write=write)
     attachment._swap_in()
     return attachment
-
-
-def _is_offloaded_whole(block: Any) -> bool:
-    registry = getattr(block, "_diffusers_hook", None)
-    hook = registry.get_hook("group_offloading") if registry is not None else None
-    # Leaf-level offloading hooks a block too, for its own parameters only.
-    return hook is not None and any(module is block for module in hook.group.modules)
-
-
-def _wan_blocks(transformer: Any) -> list[Any]:
-    missing = [name for name in ("blocks", "rope", "condition_embedder", "config") if not hasattr(transformer, name)]
-    blocks = list(getattr(transformer, "blocks", []))
-    for index, block in enumerate(blocks):
-        missing += [f"blocks.{index}.{part}" for part in _missing_parts(block)]
-        if missing:
-            break
-    if missing or not blocks:
-        raise TypeError(
-            f"{type(transformer).__name__} is not built like a Wan transformer; missing: {missing or ['blocks']}. "
-            "Supported: WanTransformer3DModel and its clones."
-        )
-    return blocks
-
-
-def _missing_parts(block: Any) -> list[str]:
-    attns = {name: getattr(block, name, None) for name in ("attn1", "attn2")}
-    return [f"{name}.{p}" for name, attn in attns.items() for p in _ATTN_PARTS if getattr(attn, p, None) is None]

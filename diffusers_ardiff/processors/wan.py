@@ -1,58 +1,29 @@
-"""Attention processors of the Wan family: project, normalise, rotate, call the paged op, project back.
+"""The Wan family: Wan 2.1 and 2.2, SkyReels-V2, ChronoEdit and Wan-VACE.
 
-Plain objects, never modules. A processor without bound inputs hands the call to the host's own processor that it
-replaced, so the model then behaves exactly as it did before.
+Processors project, normalise, rotate, call the paged op, project back. One without bound inputs hands the call to the
+host's own processor that it replaced, so the model then behaves exactly as it did before.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-from ..attention import QKNorm, WriteChoice, paged_norm_rope_write_attn, paged_write_attn, write_attn_in_turn
-from ..attention.writing import FUSED_DTYPES, TORCH_WRITE
-from ..cache.text import TextLayerKV
-from ..context import PagedLayerInputs
+from ..attention import QKNorm, paged_norm_rope_write_attn
+from ..attention.writing import FUSED_DTYPES
+from ..cache.text import TextKV, TextLayerKV
 from ..merged import MergedLayerInputs
-from ..parallel import HeadExchange
-from ..rope import Rotary, apply_rotary
+from ..rope import Rotary, VideoRope, apply_rotary
+from .base import HostSettings, PagedSelfAttnProcessor, attend, project_out, project_qkv, refuse_mask
+from .family import RopeFunction, Stack, TransformerFamily, register_family
+
+ATTN_PARTS = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k", "heads", "set_processor")
 
 
-class HostSettings:
-    """The settings that diffusers keeps on a processor; they stay in one place, the host's own processor."""
-
-    def __init__(self, host_processor: Any) -> None:
-        self.host_processor = host_processor
-
-    @property
-    def _attention_backend(self) -> Any:
-        return getattr(self.host_processor, "_attention_backend", None)
-
-    @_attention_backend.setter
-    def _attention_backend(self, value: Any) -> None:
-        self.host_processor._attention_backend = value
-
-    @property
-    def _parallel_config(self) -> Any:
-        return getattr(self.host_processor, "_parallel_config", None)
-
-    @_parallel_config.setter
-    def _parallel_config(self, value: Any) -> None:
-        self.host_processor._parallel_config = value
-
-
-class PagedWanSelfAttnProcessor(HostSettings):
-    """Self-attention over the paged cache; ``inputs`` is bound for the length of one forward.
-
-    ``write`` says who normalises, rotates and writes; whoever sets it has asked ``norm_refusals`` before. ``exchange`` deals
-    the heads out to several ranks, each of which has a share of the tokens.
-    """
-
-    inputs: PagedLayerInputs | MergedLayerInputs | None = None
-    write: WriteChoice = TORCH_WRITE
-    exchange: HeadExchange | None = None
+class PagedWanSelfAttnProcessor(PagedSelfAttnProcessor):
+    """Self-attention over the paged cache; its angles are the ``rotary_emb`` that the rope module returns."""
 
     def __call__(
         self,
@@ -72,26 +43,21 @@ class PagedWanSelfAttnProcessor(HostSettings):
             return self.host_processor(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
             )
-        if attention_mask is not None:
-            raise ValueError(
-                "paged self-attention takes no dense attention_mask: the window decides what is visible, and the forward "
-                "context's full_attn_spans."
-            )
+        refuse_mask(attention_mask)
         heads = (attn.heads, -1)
-        query, key, value = _project_qkv(attn, hidden_states)
+        query, key, value = project_qkv(attn, hidden_states)
         is_fused = self.write.compiled if torch.compiler.is_compiling() else self.write.eager
         if is_fused and rotary_emb is not None and not isinstance(self.inputs, MergedLayerInputs):
             states = (query.unflatten(2, heads), key.unflatten(2, heads), value.unflatten(2, heads))
             norm = QKNorm(attn.norm_q.weight, attn.norm_k.weight, attn.norm_q.eps)
-            return _project_out(attn, paged_norm_rope_write_attn(self.inputs, *states, rotary_emb, norm))
+            return project_out(attn, paged_norm_rope_write_attn(self.inputs, *states, rotary_emb, norm))
         query, key = attn.norm_q(query).unflatten(2, heads), attn.norm_k(key).unflatten(2, heads)
         if rotary_emb is not None:
             query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
-        value = value.unflatten(2, heads)
-        attention: Any = write_attn_in_turn if isinstance(self.inputs, MergedLayerInputs) else paged_write_attn
+        states = (query, key, value.unflatten(2, heads))
         if self.exchange is not None:
-            return _project_out(attn, self.exchange.attend(attention, self.inputs, (query, key, value)))
-        return _project_out(attn, attention(self.inputs, query, key, value))
+            return project_out(attn, self.exchange.attend(attend, self.inputs, states))
+        return project_out(attn, attend(self.inputs, *states))
 
 
 class PagedWanCrossAttnProcessor(HostSettings):
@@ -118,7 +84,7 @@ class PagedWanCrossAttnProcessor(HostSettings):
         out = dispatch_attention_fn(query, text.key, text.value, backend=self._attention_backend)
         if text.image_key is not None and text.image_value is not None:
             out = out + dispatch_attention_fn(query, text.image_key, text.image_value, backend=self._attention_backend)
-        return _project_out(attn, out)
+        return project_out(attn, out)
 
 
 def norm_refusals(attn: Any, dim: int) -> list[str]:
@@ -173,12 +139,59 @@ def project_text(attn: Any, text_states: torch.Tensor, image_states: torch.Tenso
     return TextLayerKV(text_key, text_value, attn.norm_added_k(key).unflatten(2, heads), value.unflatten(2, heads))
 
 
-def _project_qkv(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if getattr(attn, "fused_projections", False):
-        query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-        return query, key, value
-    return attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+class WanFamily(TransformerFamily):
+    """Wan and its clones. ``vace_blocks`` see video of their own, so they are layers of the cache like the others."""
+
+    name = "wan"
+    parts: ClassVar[tuple[str, ...]] = ("blocks", "rope", "condition_embedder", "config")
+    stacks: ClassVar[tuple[Stack, ...]] = (
+        Stack(blocks="blocks", self_attn="attn1", cross_attn="attn2", parts=ATTN_PARTS),
+        Stack(blocks="vace_blocks", self_attn="attn1", cross_attn="attn2", parts=ATTN_PARTS, optional=True),
+    )
+    # Wan-Animate has an adapter of its own; Helios brings its history along as tokens; AnyFlow rotates complex numbers.
+    absent: ClassVar[tuple[str, ...]] = ("face_encoder", "patch_short", "config.deltatime_type")
+    rope_module = "rope"
+
+    def heads(self, attn: Any) -> tuple[int, int]:
+        """Number and size of the heads of a self-attention module."""
+        return attn.heads, attn.norm_k.weight.shape[0] // attn.heads
+
+    def patch_size(self, transformer: Any) -> tuple[int, int, int]:
+        """(frames, height, width) of a patch, in latents."""
+        frames, height, width = transformer.config.patch_size
+        return frames, height, width
+
+    def make_self_processor(self, attn: Any) -> PagedWanSelfAttnProcessor:
+        """A processor for a block's ``attn1``."""
+        return PagedWanSelfAttnProcessor(attn.processor)
+
+    def make_cross_processor(self, attn: Any) -> PagedWanCrossAttnProcessor:
+        """A processor for a block's ``attn2``."""
+        return PagedWanCrossAttnProcessor(attn.processor)
+
+    def make_rope(self, transformer: Any) -> RopeFunction:
+        """Angles of tokens at absolute frames; the family has no options."""
+        return VideoRope(head_dim=self.geometry(transformer).head_dim)
+
+    def compute_text_kv(
+        self, transformer: Any, prompt_embeds: torch.Tensor, image_embeds: torch.Tensor | None
+    ) -> TextKV:
+        """Text K/V of all layers."""
+        embedder = transformer.condition_embedder
+        text_states = embedder.text_embedder(prompt_embeds.to(transformer.dtype))
+        image_states = None if image_embeds is None else embedder.image_embedder(image_embeds)
+        layers = self.layers(transformer)
+        return TextKV(tuple(project_text(layer.cross_attn, text_states, image_states) for layer in layers))
+
+    def sharding_refusals(self, transformer: Any) -> list[str]:
+        """VACE blocks have tokens of their own."""
+        if getattr(transformer, "vace_blocks", None):
+            return ["its VACE blocks read tokens of a video of their own, which nobody cuts"]
+        return []
+
+    def fused_write_refusals(self, attn: Any, num_heads: int, head_dim: int) -> list[str]:
+        """Why the fused kernel can't stand in for the layer's norms."""
+        return norm_refusals(attn, num_heads * head_dim)
 
 
-def _project_out(attn: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    return attn.to_out[1](attn.to_out[0](hidden_states.flatten(2, 3)))
+register_family(WanFamily())

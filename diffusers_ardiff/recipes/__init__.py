@@ -11,9 +11,19 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .recipe import ROPE_POLICIES, Recipe, window_from_peer
+from ..rope_policies import ROPE_POLICIES
+from .overrides import RECIPE_FIELDS, override_recipe
+from .recipe import Recipe, window_from_peer
 
-__all__ = ["ROPE_POLICIES", "Recipe", "list_recipes", "load_recipe", "window_from_peer"]
+__all__ = [
+    "RECIPE_FIELDS",
+    "ROPE_POLICIES",
+    "Recipe",
+    "list_recipes",
+    "load_recipe",
+    "override_recipe",
+    "window_from_peer",
+]
 
 
 def list_recipes() -> list[str]:

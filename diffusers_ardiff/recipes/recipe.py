@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..rope_policies import RopePolicy, make_policy
 from ..validation import check_int
 
 MAX_TIMESTEP = 1000.0
-ROPE_POLICIES = ("absolute",)
+LAST_TABLE_STEP = 1.0
+CONTEXT_MODES = ("commit", "recompute", "rolling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,14 @@ class Recipe:
         first_chunk_denoising_steps: another step list for the first generated chunk; None: `denoising_steps`.
         shift: flow shift of the warp.
         warp_steps: whether the step lists still have to be warped by `shift`.
+        clean_last_step: whether a forward at timestep 0 follows the steps, whose x0 is the output.
+        context_mode: how the past reaches a chunk. "commit": a clean forward leaves every chunk's keys behind.
+            "recompute": the cache is emptied before each chunk, and the keys of the sink and of the window's past frames
+            are computed again from their clean latents, at positions 0, 1, ... "rolling": as "commit", but as many
+            chunks as there are steps are denoised in one forward, each one step further than the next.
         commit_timestep: timestep of the clean forward that leaves a chunk's keys and values behind.
-        rope_policy: how rotary positions are assigned to frames, one of `ROPE_POLICIES`.
+        rope_policy: where rotary positions put the sink, one of `ROPE_POLICIES`; see `rope_policies`.
+        rope_limit_frames: of the policy "capped", which keeps positions below it; else None.
         fps: pixel frames per second.
         height, width, num_frames: pixel size and pixel frames of a video where the user names none.
         guidance_scale: classifier-free guidance scale; 1.0 means no guidance.
@@ -56,8 +64,11 @@ class Recipe:
     first_chunk_denoising_steps: tuple[float, ...] | None = None
     shift: float = 5.0
     warp_steps: bool = True
+    clean_last_step: bool = False
+    context_mode: str = "commit"
     commit_timestep: float = 0.0
     rope_policy: str = "absolute"
+    rope_limit_frames: int | None = None
     fps: int = 16
     height: int = 480
     width: int = 832
@@ -92,11 +103,26 @@ class Recipe:
         steps = self.denoising_steps
         if chunk_index == 0 and self.first_chunk_denoising_steps is not None:
             steps = self.first_chunk_denoising_steps
-        return tuple(_warp(step, self.shift) for step in steps) if self.warp_steps else steps
+        return self._warped(steps) + ((0.0,) if self.clean_last_step else ())
 
     def sigmas(self, chunk_index: int = 0) -> tuple[float, ...]:
-        """Noise levels in (0, 1], `timesteps(chunk_index)` divided by 1000; raises like `timesteps`."""
-        return tuple(timestep / MAX_TIMESTEP for timestep in self.timesteps(chunk_index))
+        """Noise levels in (0, 1], `timesteps(chunk_index)` divided by 1000; raises like `timesteps`.
+
+        That of a clean last step is the last one of a table of 1000 steps, 0.00498 with shift 5: the original code looks
+        timestep 0 up in that table.
+        """
+        timesteps = self.timesteps(chunk_index)
+        if self.clean_last_step:
+            timesteps = timesteps[:-1] + self._warped((LAST_TABLE_STEP,))
+        return tuple(timestep / MAX_TIMESTEP for timestep in timesteps)
+
+    def _warped(self, steps: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(_warp(step, self.shift) for step in steps) if self.warp_steps else steps
+
+    @property
+    def rope(self) -> RopePolicy:
+        """The strategy that `rope_policy` names."""
+        return make_policy(self.rope_policy, self.rope_limit_frames)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON-able values (lists, no tuples); `from_dict` gives back an equal recipe."""
@@ -138,12 +164,14 @@ class Recipe:
             raise ValueError(f"name = {self.name!r}: allowed is a non-empty string; write one.")
         if not isinstance(self.source, str):
             raise ValueError(f"source = {self.source!r}: allowed is a string; write where the numbers come from.")
-        if not isinstance(self.warp_steps, bool):
-            raise ValueError(f"warp_steps = {self.warp_steps!r}: allowed are True and False; write one of them.")
-        if self.rope_policy not in ROPE_POLICIES:
+        for field in ("warp_steps", "clean_last_step"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} = {getattr(self, field)!r}: allowed are True and False; write one of them.")
+        if self.context_mode not in CONTEXT_MODES:
             raise ValueError(
-                f"rope_policy = {self.rope_policy!r}: allowed is one of {ROPE_POLICIES}; choose from them."
+                f"context_mode = {self.context_mode!r}: allowed is one of {CONTEXT_MODES}; choose from them."
             )
+        make_policy(self.rope_policy, self.rope_limit_frames)
 
     def _check_frame_counts(self) -> None:
         check_int("chunk_frames", self.chunk_frames, minimum=1)
@@ -166,9 +194,34 @@ class Recipe:
             _check_room("num_window_frames", self.num_window_frames, "chunk_frames", self.chunk_frames)
             room = self.num_window_frames + self.num_sink_frames
             _check_room("num_window_frames + num_sink_frames", room, "first_chunk_frames", first)
+        self._check_context_mode()
+        if self.rope_limit_frames is not None:
+            if self.num_window_frames is None:
+                raise ValueError("rope_policy = 'capped' needs a window: set num_window_frames, or take 'absolute'.")
+            check_int("rope_limit_frames", self.rope_limit_frames, minimum=1)
+            visible = self.num_window_frames + self.num_sink_frames
+            _check_room("rope_limit_frames", self.rope_limit_frames, "all that is visible, sink plus window", visible)
         if self.max_latent_frames is not None:
             needed = max(self.chunk_frames, first) + self.num_sink_frames
             _check_room("max_latent_frames", self.max_latent_frames, "the sink plus the largest chunk", needed)
+
+    def _check_context_mode(self) -> None:
+        if self.context_mode == "recompute" and self.num_window_frames is None:
+            raise ValueError(
+                "context_mode = 'recompute' computes the window's past again before each chunk, so it needs a window: "
+                "set num_window_frames."
+            )
+        others = (self.first_chunk_frames, self.first_chunk_denoising_steps)
+        if self.context_mode == "rolling" and (others != (None, None) or self.clean_last_step):
+            raise ValueError(
+                "context_mode = 'rolling' denoises chunks of one size and one step list together: leave "
+                "first_chunk_frames and first_chunk_denoising_steps at None and clean_last_step at False."
+            )
+
+    @property
+    def num_chunks_at_once(self) -> int:
+        """Chunks that one denoise forward holds, at most."""
+        return len(self.denoising_steps) if self.context_mode == "rolling" else 1
 
     def _check_numbers(self) -> None:
         if not _is_number(self.shift) or self.shift <= 0:
@@ -219,7 +272,7 @@ def _checked_steps(field: str, steps: object) -> tuple[float, ...]:
         raise ValueError(f"{field} = {steps!r}: {rule}; write a list with at least one step.")
     for step in steps:
         if not _is_number(step) or not 0 < step <= MAX_TIMESTEP:
-            raise ValueError(f"{field} contains {step!r}: {rule}; leave a final 0 out, it is not a denoise forward.")
+            raise ValueError(f"{field} contains {step!r}: {rule}; write a final 0 as clean_last_step=True.")
     if any(later >= earlier for earlier, later in itertools.pairwise(steps)):
         raise ValueError(f"{field} = {list(steps)}: {rule}; sort it, largest first, without repeats.")
     return tuple(float(step) for step in steps)

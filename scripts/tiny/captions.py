@@ -1,12 +1,13 @@
 """Captions of scenes, and the word-level tokenizer that reads them."""
 
 import random
+import re
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from .shapes import COLORS, KINDS, Scenes
+from .shapes import COLORS, HELD_OUT, KINDS, Scenes
 
 MAX_TOKENS = 24
 DIRECTIONS = ("right", "down", "left", "up")
@@ -19,6 +20,7 @@ _EXTRA_WORDS = (
     "and with next to beside of is there video animation an on in black dark background moves slowly towards "
     "the shape shapes two three"
 )
+_PAIR = re.compile(rf"\b({'|'.join(COLORS)}) ({'|'.join((*KINDS, 'shape'))})\b")
 
 
 def vocabulary() -> list[str]:
@@ -88,6 +90,16 @@ def caption_scenes(
         text = rng.choice(_OPENINGS) + join(phrases, rng) + ending
         captions.append("" if rng.random() < empty_share else text)
     return captions
+
+
+def other_colors(text: str, rng: random.Random) -> str:
+    """The caption with other colours, as if it told of another scene; never a pair that is held out."""
+    return _PAIR.sub(lambda m: f"{rng.choice([c for c in COLORS if (c, m[2]) not in HELD_OUT])} {m[2]}", text)
+
+
+def other_kinds(text: str, rng: random.Random) -> str:
+    """The caption with other kinds; never a pair that is held out."""
+    return _PAIR.sub(lambda m: f"{m[1]} {rng.choice([k for k in KINDS if (m[1], k) not in HELD_OUT])}", text)
 
 
 def direction_word(x: float, y: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from diffusers import AutoencoderKLWan
 
-from .captions import build_tokenizer, caption_scenes
+from .captions import build_tokenizer, caption_scenes, other_colors, other_kinds
 from .models import encode_video, latent_stats
 from .shapes import TINTED_SHARE, Scenes, recolor_one, render, sample_scenes, simulate
 
@@ -17,7 +17,7 @@ RECOLORED = 4
 
 @dataclass(frozen=True)
 class LatentClips:
-    """Normalised latents (M, 16, F, 8, 8) in float16 and token ids (N, captions, 24) of N clips, M >= N.
+    """Normalised latents (M, 16, F, 8, 8) in float16 and token ids (N, captions, 3, 24) of N clips, M >= N.
 
     histories: (N,) rows of `latents`: the clip itself, or the same clip with one shape of another colour.
     """
@@ -39,7 +39,7 @@ class LatentClips:
         return self.latents[clip, :, :num_frames].float(), ids
 
     def _pick(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random rows and captions: (count,) and (count, 24)."""
+        """Random rows and captions: (count,) and (count, 3, 24)."""
         device = self.latents.device
         clip = torch.randint(len(self.token_ids), (count,), generator=generator, device=device)
         caption = torch.randint(self.token_ids.shape[1], (count,), generator=generator, device=device)
@@ -94,8 +94,17 @@ def _encode(vae: AutoencoderKLWan, scenes: Scenes, track: torch.Tensor, batch: i
 
 
 def caption_ids(scenes: Scenes, rng: random.Random, captions: int, **shares: float) -> torch.Tensor:
-    """Token ids of several captions a scene, on the scenes' device: (N, captions, 24); shares as in `caption_scenes`."""
-    texts = list(zip(*(caption_scenes(scenes, rng, **shares) for _ in range(captions)), strict=True))
-    options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-    ids = build_tokenizer()([text for group in texts for text in group], **options).input_ids
-    return ids.view(len(texts), captions, -1).to(scenes.colors.device)
+    """Token ids of several captions a scene, on the scenes' device: (N, captions, 3, 24).
+
+    Of three each, the second has other colours and the third other kinds; see `models.encode_apart`. Shares as in
+    `caption_scenes`.
+    """
+    texts = zip(*(caption_scenes(scenes, rng, **shares) for _ in range(captions)), strict=True)
+    flat = [
+        version
+        for group in texts
+        for text in group
+        for version in (text, other_colors(text, rng), other_kinds(text, rng))
+    ]
+    ids = build_tokenizer()(flat, padding="max_length", truncation=True, return_tensors="pt").input_ids
+    return ids.view(-1, captions, 3, ids.shape[-1]).to(scenes.colors.device)

@@ -10,6 +10,7 @@ from .captions import vocabulary
 LATENT_CHANNELS = 16
 TEXT_DIM = 64
 SHIFT = 3.0
+APART_SHARE = 0.6
 
 
 def build_vae() -> AutoencoderKLWan:
@@ -59,6 +60,23 @@ def encode_text(text_encoder: UMT5EncoderModel, token_ids: torch.Tensor) -> torc
     mask = token_ids != 0
     hidden = text_encoder(token_ids, attention_mask=mask.long()).last_hidden_state
     return hidden * mask[..., None]
+
+
+def encode_apart(text_encoder: UMT5EncoderModel, token_ids: torch.Tensor, color_words: torch.Tensor) -> torch.Tensor:
+    """Text states (B, T, D) of which, in a share of `APART_SHARE` of the captions, no word tells another word's secret.
+
+    There colour words come from the caption with other kinds, all others from the caption with other colours. So the
+    colour has to be read from the colour word and the kind from the word for it, for pairs never seen together, too.
+
+    Args:
+        text_encoder: of the words.
+        token_ids: (B, 3, T): the caption, the same with other colours, the same with other kinds.
+        color_words: (vocabulary,) bool.
+    """
+    own, other_colors, other_kinds = encode_text(text_encoder, token_ids.flatten(0, 1)).unflatten(0, (-1, 3)).unbind(1)
+    is_color = color_words[token_ids[:, 0]][..., None]
+    apart = torch.rand(len(own), 1, 1, device=own.device) < APART_SHARE
+    return torch.where(apart, torch.where(is_color, other_kinds, other_colors), own)
 
 
 def encode_video(vae: AutoencoderKLWan, video: torch.Tensor) -> DiagonalGaussianDistribution:

@@ -30,7 +30,7 @@ KINDS: tuple[str, ...] = ("circle", "square", "triangle")
 # Never rendered for training; the scorer asks for them. Every colour and every kind is still seen otherwise.
 HELD_OUT: frozenset[tuple[str, str]] = frozenset({("red", "triangle"), ("blue", "circle"), ("yellow", "square")})
 
-TINTED_SHARE = 0.25  # of the shapes, in training; see `sample_scenes`
+TINTED_SHARE = 0.15  # of the shapes, in training; see `sample_scenes`
 OPENING_JITTER = 10  # pixels; see `_openings`
 NUMBERS = (0.125, 0.5, 0.375)  # weights of scenes of one, two and three shapes
 
@@ -114,7 +114,10 @@ def _near_held_out(tints: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
 
 
 def recolor_one(scenes: Scenes, generator: torch.Generator) -> Scenes:
-    """The same scenes, except that one present shape of each has a colour from outside its scene and a fitting kind."""
+    """The same scenes, except that one present shape of each has a colour from outside its scene and a fitting kind.
+
+    Scenes whose chosen shape is tinted stay as they are: their captions could not tell what it has to become.
+    """
     count, device = len(scenes.colors), generator.device
     free = torch.ones(count, len(COLORS), device=device).scatter_(1, scenes.colors, 0.0)
     color = torch.multinomial(free, 1, generator=generator)
@@ -122,9 +125,10 @@ def recolor_one(scenes: Scenes, generator: torch.Generator) -> Scenes:
     number = scenes.present.sum(dim=1, keepdim=True)
     slot = (torch.rand(count, 1, generator=generator, device=device) * number).long()
     colors, kinds = (old.scatter(1, slot, new) for old, new in ((scenes.colors, color), (scenes.kinds, kind)))
-    tinted = scenes.tinted.scatter(1, slot, False)
-    tints = torch.where(tinted[..., None], scenes.tints, palette(device)[colors])
-    return replace(scenes, colors=colors, kinds=kinds, tints=tints, tinted=tinted)
+    tints = torch.where(scenes.tinted[..., None], scenes.tints, palette(device)[colors])
+    keep = scenes.tinted.gather(1, slot)
+    colors, kinds = torch.where(keep, scenes.colors, colors), torch.where(keep, scenes.kinds, kinds)
+    return replace(scenes, colors=colors, kinds=kinds, tints=tints)
 
 
 def _openings(radius: torch.Tensor, present: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

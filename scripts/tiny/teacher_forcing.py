@@ -13,7 +13,9 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch import nn
 from transformers import UMT5EncoderModel
 
-from .models import SHIFT, encode_text
+from .captions import vocabulary
+from .models import SHIFT, encode_apart
+from .shapes import COLORS
 
 # Noise on the clean half. Mostly little, against drift; sometimes so much that the history hardly shows the colours
 # and the caption has to tell them.
@@ -153,10 +155,12 @@ class TextToLatents(nn.Module):
         super().__init__()
         self.transformer = transformer
         self.text_encoder = text_encoder
+        words = vocabulary()
+        self.register_buffer("color_words", torch.tensor([word in COLORS for word in words]), persistent=False)
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """latents (B, 16, 2F, 8, 8), timestep (B, 2L), token_ids (B, 24) -> velocity like latents."""
-        text = encode_text(self.text_encoder, token_ids)
+        """latents (B, 16, 2F, 8, 8), timestep (B, 2L), token_ids (B, 3, 24) -> velocity like latents."""
+        text = encode_apart(self.text_encoder, token_ids, self.color_words)
         return self.transformer(latents, timestep, text, return_dict=False)[0]
 
 

@@ -9,6 +9,8 @@ import torch
 from test_oracle_rollout import FILES, MAX_RELATIVE_ERROR, build_pipeline, read_oracle, run_oracle
 from tiny_components import PROMPT, make_pipeline
 
+from diffusers_ardiff.pipelines.denoise import FrameStep
+
 pytestmark = pytest.mark.gpu
 
 
@@ -69,6 +71,6 @@ def test_a_forward_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.no_grad():
-                stream.rollout.predict(noise, 1000.0, 1.0)
+                stream.rollout.predict(FrameStep(latents=noise, timestep=1000.0), 1.0)
         finally:
             torch.cuda.set_sync_debug_mode("default")
