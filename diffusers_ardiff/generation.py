@@ -1,19 +1,19 @@
-"""From prompts to video files: streamed to disk chunk by chunk, a contact sheet beside each, prompts split over ranks."""
+"""From a prompt to a video file: streamed to disk chunk by chunk, a contact sheet beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from PIL import Image
-from tqdm.auto import tqdm
 
-from .pipelines import ARDiffusionPipeline, CacheOptions, PromptSwitch
+from .pipelines import ARChunk, ARDiffusionPipeline, ARStream, CacheOptions, PromptSwitch
+from .recipes import Recipe
 from .validation import check_int
 from .video_formats import FORMATS
 from .video_io import Frames, VideoWriter, read_image, read_video, save_contact_sheet
@@ -35,6 +35,8 @@ class GenerationRequest:
         switches: prompt changes on the way.
         fps: of the file; None: the recipe's.
         limit_bytes: refuse to allocate more for a video's cache and decoder.
+        guidance_scale, negative_prompt: as in a call.
+        model: name of what makes the videos; only recorded.
 
     Raises:
         ValueError: no prompt, a blank one, a bad number or file name, or both an image and a video.
@@ -51,6 +53,9 @@ class GenerationRequest:
     switches: Sequence[PromptSwitch] = ()
     fps: float | None = None
     limit_bytes: int | None = None
+    guidance_scale: float | None = None
+    negative_prompt: str | None = None
+    model: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
@@ -70,47 +75,59 @@ class GenerationRequest:
             return self.output
         return self.output.with_name(f"{self.output.stem}-{index:03d}{self.output.suffix}")
 
+    def record(self, index: int, recipe: Recipe) -> str:
+        """What the video of that prompt is made from, as JSON; it is kept in the file, so that a later run knows it."""
+        made_from = asdict(self) | {
+            "prompt": self.prompts[index],
+            "seed": self.seed + index,
+            "recipe": recipe.to_dict(),
+        }
+        for name in ("prompts", "output", "limit_bytes"):
+            del made_from[name]
+        return json.dumps(made_from, sort_keys=True, default=str)
 
-def generate_videos(pipeline: ARDiffusionPipeline, request: GenerationRequest, state: PartialState) -> list[Path]:
-    """Generate this process's share of the prompts; returns the files it wrote.
+    def open(self, pipeline: ARDiffusionPipeline, index: int, *, decode: bool = True) -> ARStream:
+        """The stream of the prompt with that index; ``decode=False`` makes latents only.
 
-    A file appears under its name only when it is whole.
+        Raises:
+            ValueError, TypeError, OSError, MemoryLimitError: bad input, before anything is allocated.
+        """
+        return pipeline.stream(
+            self.prompts[index],
+            self.negative_prompt,
+            num_frames=self.num_frames if self.num_frames is not None else pipeline.recipe.num_frames,
+            height=self.height,
+            width=self.width,
+            guidance_scale=self.guidance_scale,
+            generator=torch.Generator("cpu").manual_seed(self.seed + index),
+            prompt_schedule=self.switches,
+            output_type="np" if decode else "latent",
+            cache=CacheOptions(limit_bytes=self.limit_bytes),
+            **_given_frames(self),
+        )
 
-    Raises:
-        ValueError, TypeError, OSError, MemoryLimitError: bad input, before anything is written.
-    """
-    written = []
-    with state.split_between_processes(list(range(len(request.prompts)))) as indices:
-        for index in indices:
-            _generate_video(pipeline, request, index, show_progress=state.is_main_process)
-            written.append(request.path(index))
-    return written
 
-
-def _generate_video(
-    pipeline: ARDiffusionPipeline, request: GenerationRequest, index: int, *, show_progress: bool
+def write_video(
+    chunks: Iterable[ARChunk], pipeline: ARDiffusionPipeline, request: GenerationRequest, index: int, bar: Any = None
 ) -> None:
-    path = request.path(index)
-    num_frames = request.num_frames if request.num_frames is not None else pipeline.recipe.num_frames
-    sheet = _ContactSheet(num_frames)
-    stream = pipeline.stream(
-        request.prompts[index],
-        num_frames=num_frames,
-        height=request.height,
-        width=request.width,
-        generator=torch.Generator("cpu").manual_seed(request.seed + index),
-        prompt_schedule=request.switches,
-        output_type="np",
-        cache=CacheOptions(limit_bytes=request.limit_bytes),
-        **_given_frames(request),
-    )
-    with stream, tqdm(total=num_frames, unit="frame", desc=path.name, disable=not show_progress) as bar:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with VideoWriter(path, request.fps if request.fps is not None else pipeline.recipe.fps) as writer:
-            for chunk in stream:
-                frames = (chunk.frames[0] * 255).round().astype(np.uint8)
-                writer.write(frames)
-                sheet.add(frames)
+    """Write the frames of chunks as they come; the file appears under its name only when it is whole.
+
+    Args:
+        chunks: of a stream that ``request.open`` made, or received from one.
+        pipeline: that it comes from.
+        request, index: what it is of.
+        bar: progress bar that counts its frames.
+    """
+    path, recipe = request.path(index), pipeline.recipe
+    sheet = _ContactSheet(request.num_frames if request.num_frames is not None else recipe.num_frames)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fps = request.fps if request.fps is not None else recipe.fps
+    with VideoWriter(path, fps, comment=request.record(index, recipe)) as writer:
+        for chunk in chunks:
+            frames = (chunk.frames[0] * 255).round().astype(np.uint8)
+            writer.write(frames)
+            sheet.add(frames)
+            if bar is not None:
                 bar.update(len(frames))
     sheet.save(path.with_suffix(".png"))
 

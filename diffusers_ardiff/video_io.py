@@ -55,6 +55,7 @@ class VideoWriter:
         path: ends in ``.mp4``, ``.webm`` or ``.gif``; its folder exists.
         fps: frames a second, above 0 and up to 1000; 23.976 and the like become the nearest fraction.
         crf: quality of x264 and VP9, 0 (lossless but for the colour conversion) to 51.
+        comment: text kept in the file, under the metadata's key of that name; a .gif keeps none.
 
     Raises:
         ValueError: ``fps``, ``crf`` or the file name is not allowed.
@@ -62,8 +63,11 @@ class VideoWriter:
         IsADirectoryError: ``path`` is a folder.
     """
 
-    def __init__(self, path: str | os.PathLike[str], fps: int | float | Fraction, *, crf: int = 18) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], fps: int | float | Fraction, *, crf: int = 18, comment: str = ""
+    ) -> None:
         self.path = Path(path)
+        self._comment = comment
         self.fps = _as_rate(fps)
         self._crf = check_int("crf", crf, minimum=0, maximum=51)
         if self.path.suffix.lower() not in FORMATS:
@@ -146,6 +150,7 @@ class VideoWriter:
 
     def _open_stream(self, height: int, width: int) -> av.VideoStream:
         self._container = self._format.open(str(self._part.path))
+        self._container.metadata["comment"] = self._comment
         return self._format.add_stream(self._container, (height, width), self.fps, self._crf)
 
     def _as_video_frame(self, image: Frames) -> av.VideoFrame:

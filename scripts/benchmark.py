@@ -11,6 +11,8 @@ python scripts/benchmark.py rollout --model wan-1.3b --sink-frames 3 --window-fr
 python scripts/benchmark.py decode --output out/decode.json
 python scripts/benchmark.py sessions --output out/sessions.json
 python scripts/benchmark.py family --families ltx cosmos --output out/families.json
+accelerate launch --multi_gpu --num_processes 2 --num_machines 1 scripts/benchmark.py parallel --preset wan-14b --guided
+python scripts/benchmark.py sizing
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from diffusers_ardiff.benchmarks.commands import (
     add_sessions_command,
 )
 from diffusers_ardiff.benchmarks.family import add_family_command
+from diffusers_ardiff.benchmarks.parallel import add_parallel_command
+from diffusers_ardiff.benchmarks.sizing import add_sizing_command
 from diffusers_ardiff.doctor import DTYPES, examine
 
 PRESETS = {"anchors": anchor_cases, "order": order_cases}
@@ -73,6 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     add_plot_command(commands)
     add_sessions_command(commands)
     add_family_command(commands)
+    add_parallel_command(commands)
+    add_sizing_command(commands)
     options = parser.parse_args()
     if options.command == "op" and options.write_only and options.plot is not None:
         op.error("--plot draws attention times; leave it out with --write-only")
@@ -138,7 +144,7 @@ def main() -> None:
     """Measure, print, and write what was asked for."""
     options = parse_arguments()
     results = options.run(options)
-    if options.output is not None:
+    if options.output is not None and results:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         report = {"machine": asdict(examine()), "results": results}
         options.output.write_text(json.dumps(report, indent=2) + "\n")

@@ -2,12 +2,14 @@
 """Generate videos from prompts.
 
 python scripts/generate.py "a red circle moving right and a blue square" --num-frames 81 --output out/video.mp4
-accelerate launch --num_processes 2 scripts/generate.py "PROMPT" "PROMPT" --output out/video.mp4
+accelerate launch --multi_gpu --num_processes 2 --num_machines 1 scripts/generate.py --prompts prompts.txt --resume
+accelerate launch --multi_gpu --num_processes 2 --num_machines 1 scripts/generate.py "PROMPT" --ulysses 2
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +18,10 @@ import torch
 from accelerate import PartialState
 
 from diffusers_ardiff import MemoryLimitError, PromptSwitch
-from diffusers_ardiff.generation import GenerationRequest, generate_videos
+from diffusers_ardiff.generation import GenerationRequest
+from diffusers_ardiff.jobs import VideoResult, generate_videos
 from diffusers_ardiff.load import load_pipeline
+from diffusers_ardiff.parallel import LaunchError, check_launch
 from diffusers_ardiff.pipelines.prompts import SWITCH_MODES
 from diffusers_ardiff.recipes import list_recipes
 
@@ -31,7 +35,8 @@ SWITCH_MODE_HELP = (
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line of this script."""
     parser = argparse.ArgumentParser(description="Generate videos, chunk by chunk, streamed to disk.")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="one video each")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="one video each")
+    parser.add_argument("--prompts", type=Path, dest="prompts_file", metavar="FILE", help="more, one a line")
     parser.add_argument(
         "--output",
         type=Path,
@@ -64,7 +69,29 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--limit-bytes", type=int, help="refuse to allocate more for a video's cache and decoder (default: no limit)"
     )
+    parser.add_argument("--guidance-scale", type=float, help="above 1 a negative branch runs (default: the recipe's)")
+    parser.add_argument("--negative-prompt", help="of the negative branch (default: an empty one)")
+    parser.add_argument("--resume", action="store_true", help="keep videos made by the same command before")
+    parser.add_argument(
+        "--ulysses",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the heads of one video (docs/several_gpus.md)",
+    )
+    parser.add_argument("--guidance-parallel", action="store_true", help="the negative branch on processes of its own")
+    parser.add_argument("--decode-rank", action="store_true", help="one more process a video, which decodes")
     return parser.parse_args(argv)
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """All prompts of the command line: those given, then the lines of the file that hold text.
+
+    Raises:
+        OSError: no such file.
+    """
+    lines = [] if args.prompts_file is None else args.prompts_file.read_text(encoding="utf-8").splitlines()
+    return [*args.prompts, *(line.strip() for line in lines if line.strip())]
 
 
 def read_switches(args: argparse.Namespace) -> list[PromptSwitch]:
@@ -83,12 +110,16 @@ def read_switches(args: argparse.Namespace) -> list[PromptSwitch]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 2 for bad input."""
+    """Run the command; 2 for bad input, 1 where a video failed."""
     args = parse_arguments(argv)
     state = PartialState(cpu=not torch.cuda.is_available())
+    if state.num_processes > 1:
+        # A launcher ends the others when one fails; half-written files are removed on the way out.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        check_launch(state.num_processes)
         request = GenerationRequest(
-            prompts=args.prompts,
+            prompts=read_prompts(args),
             output=args.output,
             num_frames=args.num_frames,
             height=args.height,
@@ -99,17 +130,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             switches=read_switches(args),
             fps=args.fps,
             limit_bytes=args.limit_bytes,
+            guidance_scale=args.guidance_scale,
+            negative_prompt=args.negative_prompt,
+            model=" ".join(filter(None, (args.model, args.checkpoint, args.lora))),
         )
         pipeline = load_pipeline(
             args.model, state.device, recipe=args.recipe, checkpoint=args.checkpoint, lora=args.lora
         )
-        written = generate_videos(pipeline, request, state)
-    except (ValueError, TypeError, OSError, MemoryLimitError) as error:
+        if args.ulysses != 1 or args.guidance_parallel or args.decode_rank:
+            pipeline.enable_parallelism(
+                ulysses_degree=args.ulysses, guidance_parallel=args.guidance_parallel, decode_rank=args.decode_rank
+            )
+        results = generate_videos(pipeline, request, resume=args.resume)
+    except (ValueError, TypeError, OSError, LaunchError, MemoryLimitError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for path in written:
-        print(path)
-    return 0
+    if state.is_main_process:
+        report(request, results)
+    return 1 if any(result.status == "failed" for result in results) else 0
+
+
+def report(request: GenerationRequest, results: Sequence[VideoResult]) -> None:
+    """Print the files that are there, and what failed."""
+    for result in results:
+        if result.status == "failed":
+            print(f"failed: {request.path(result.index)} ({result.prompt!r}): {result.error}", file=sys.stderr)
+        else:
+            print(request.path(result.index))
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from diffusers_ardiff.processors import family
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NEEDS = ("download", "gpu")
+NEEDS = ("download", "gpu", "processes")
 NOT_RUN = {
     "README.md": [["download", "gpu"]],
     "checkpoints.md": [["download"], ["download"]],
     "decoding.md": [["gpu"], ["download"]],
     "recipes.md": [["download"]],
+    "several_gpus.md": [["processes"]],  # run by test_jobs.py
     "speed.md": [["gpu"], ["gpu"]],
 }
 """Blocks that are not run here, by page, in order."""

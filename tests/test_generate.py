@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from PIL import Image
 from tiny_components import PROMPT, QUICK, make_pipeline
 
 from diffusers_ardiff import PromptSwitch
-from diffusers_ardiff.generation import GenerationRequest, generate_videos
+from diffusers_ardiff.generation import GenerationRequest
+from diffusers_ardiff.jobs import generate_videos
 from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.video_io import VideoWriter, read_image, read_video
 
@@ -43,8 +43,10 @@ def run_script(*arguments: object, launcher: tuple[str, ...] = (sys.executable,)
 
 
 def generate(model: Path, **request: object) -> list[Path]:
-    pipeline = load_pipeline(str(model), CPU)
-    return generate_videos(pipeline, GenerationRequest(**request), PartialState(cpu=True))
+    request = GenerationRequest(**request)
+    results = generate_videos(load_pipeline(str(model), CPU), request)
+    assert [result.status for result in results] == ["made"] * len(request.prompts)
+    return [request.path(result.index) for result in results]
 
 
 def test_script_writes_video_and_contact_sheet(model: Path, tmp_path: Path) -> None:
@@ -158,17 +160,3 @@ def test_failure_in_the_middle_keeps_the_old_file(
     assert calls == [9, 12]
     assert output.read_bytes() == b"precious"
     assert [path.name for path in tmp_path.iterdir()] == ["clip.mp4"]
-
-
-def test_accelerate_splits_prompts_without_loss(model: Path, tmp_path: Path) -> None:
-    """Two processes share three prompts: each is made once, and as a single process makes it."""
-    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
-    prompts = [PROMPT, "a blue square", "a green circle"]
-    arguments = ("--model", model, "--num-frames", 9, "--output", tmp_path / "clip.mp4")
-    done = run_script(*prompts, *arguments, launcher=(*launcher, "--num_machines", "1", "--main_process_port", "0"))
-    assert done.returncode == 0, done.stderr
-    written = sorted(tmp_path.glob("*.mp4"))
-    assert [path.name for path in written] == ["clip-000.mp4", "clip-001.mp4", "clip-002.mp4"]
-    alone = generate(model, prompts=prompts, output=tmp_path / "alone.mp4", num_frames=9)
-    for path, single in zip(written, alone, strict=True):
-        np.testing.assert_array_equal(read_video(path)[0], read_video(single)[0])

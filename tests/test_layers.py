@@ -16,6 +16,7 @@ LAYERS = [
     "context",
     "merged",
     "attention",
+    "parallel",
     "processors",
     "graphs",
     "pipelines",
@@ -68,7 +69,9 @@ def test_policy_imports_only_policy(name: str) -> None:
     assert own <= allowed
 
 
-@pytest.mark.parametrize("layer", ["cache", "launch", "layer_inputs", "context", "merged", "attention", "graphs"])
+@pytest.mark.parametrize(
+    "layer", ["cache", "launch", "layer_inputs", "context", "merged", "attention", "parallel", "graphs"]
+)
 def test_core_does_not_know_the_host_library(layer: str) -> None:
     for path in files_of(layer):
         roots = {imported.split(".")[0] for imported in runtime_imports(path)}

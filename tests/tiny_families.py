@@ -152,7 +152,7 @@ class FamilyRun:
         geometry, tokens = self.paged.geometry, family.tokens
         assert geometry.tokens_per_frame(HEIGHT, WIDTH) == tokens
         sizes = {"layers": geometry.num_layers, "heads": geometry.num_heads, "head_dim": geometry.head_dim}
-        self.manager = make_manager(tokens * sink, tokens * window, extra=family.text, **sizes, **kwargs)
+        self.manager = make_manager(tokens * sink, tokens * window, extra=family.text, **(sizes | kwargs))
         self.branch = self.manager.open_session().branch()
         self.rope = self.paged.make_rope(**family.rope)
 

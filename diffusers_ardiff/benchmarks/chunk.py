@@ -21,6 +21,14 @@ WAN = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256,
 PRESETS: dict[str, dict[str, int]] = {
     "wan-1.3b": {**WAN, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     "wan-14b": {**WAN, "num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+    "toy-12": {
+        **WAN,
+        "text_dim": 32,
+        "attention_head_dim": 16,
+        "num_attention_heads": 12,
+        "ffn_dim": 64,
+        "num_layers": 2,
+    },
     "toy": {**WAN, "text_dim": 32, "attention_head_dim": 16, "num_attention_heads": 2, "ffn_dim": 64, "num_layers": 2},
 }
 TEXT_LEN = 512

@@ -27,6 +27,7 @@ from .live import Inbox
 from .memory import CachePlanner
 from .opening import check_call, open_stream
 from .output import ARDiffusionPipelineOutput
+from .parallel import Parallelism
 from .pretrained import PretrainedLoading
 from .prompts import PromptSwitch
 from .settings import CallProperties, StepCallback
@@ -41,7 +42,14 @@ DEFAULT_RECIPE = "self-forcing"
 
 
 class ARDiffusionPipeline(
-    PretrainedLoading, DiffusionPipeline, PromptEncoding, CallProperties, WarmUp, DecoderSettings, WanLoraLoaderMixin
+    PretrainedLoading,
+    DiffusionPipeline,
+    PromptEncoding,
+    CallProperties,
+    WarmUp,
+    DecoderSettings,
+    Parallelism,
+    WanLoraLoaderMixin,
 ):
     """Text, image and video to video, chunk by chunk through a paged K/V cache.
 
@@ -157,17 +165,16 @@ class ARDiffusionPipeline(
             decoding=self.decoding if decode else None,
             options=options,
             device=self._execution_device,
+            layout=self.parallel_layout,
         )
 
     def paged_attachment(self, backend: str | None = None, write: str | None = None) -> PagedAttachment:
-        """The paged processors of the transformer, the same objects every time, so that compiled code stays valid.
-
-        New ones where the transformer or one of its blocks was replaced.
-        """
+        """The paged processors, the same objects for compiled code's sake; new ones where a block was replaced."""
         known = self._attachment
         fits = known is not None and known.transformer is self.transformer and known.covers_all_blocks
         if known is None or not fits or (known.backend, known.write) != (backend, write):
             self._attachment = known = PagedAttachment(self.transformer, backend=backend, write=write)
+        known.sharding = self.token_sharding
         return known
 
     # -- generation ----------------------------------------------------------------------------------------------

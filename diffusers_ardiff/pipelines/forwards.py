@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,10 +28,14 @@ class ForwardRunner:
         self.shapes: CompiledShapes | None = None
 
     @torch.no_grad()
-    def run(self, call: ForwardCall) -> torch.Tensor:
+    def run(self, call: ForwardCall, *, before_end: Callable[[], None] | None = None) -> torch.Tensor:
         """The transformer's output (rows, channels, frames, height, width); the call's context is opened and closed.
 
         Without gradients, whoever calls: the ops have none, and blocks compiled without would be compiled again with.
+
+        Args:
+            call: what to run.
+            before_end: called before the context is closed; if it raises, the forward has failed.
 
         Raises:
             RuntimeError: the pool of the captured graphs has moved; nothing was claimed or written.
@@ -39,17 +44,23 @@ class ForwardRunner:
         if graphs is not None:
             graphs.check_pools()
         with self.attachment, call.context:
-            key = graph_key(call) if graphs is not None else None
-            if graphs is None or key is None:
-                return self._launch(call)
-            replayed = graphs.replay(key, call)
-            if replayed is not None:
-                call.context.mark_written()
-                return replayed
-            out = self._launch(call)
-            if graphs.recording:
-                graphs.capture(key, call, self._launch)
+            out = self._launch_or_replay(call, graphs)
+            if before_end is not None:
+                before_end()
             return out
+
+    def _launch_or_replay(self, call: ForwardCall, graphs: GraphSet | None) -> torch.Tensor:
+        key = graph_key(call) if graphs is not None else None
+        if graphs is None or key is None:
+            return self._launch(call)
+        replayed = graphs.replay(key, call)
+        if replayed is not None:
+            call.context.mark_written()
+            return replayed
+        out = self._launch(call)
+        if graphs.recording:
+            graphs.capture(key, call, self._launch)
+        return out
 
     def _launch(self, call: ForwardCall) -> torch.Tensor:
         transformer = self.attachment.transformer

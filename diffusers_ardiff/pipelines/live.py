@@ -22,6 +22,7 @@ class EventRules:
         encodes_text: whether the pipeline has a tokenizer and a text encoder.
         takes_controls: whether the stream has a control hook.
         max_pending_events: events that may wait for the next chunk.
+        is_leader: whether this is the first of the ranks that make the videos; it takes the events of all.
     """
 
     num_videos: int
@@ -30,9 +31,14 @@ class EventRules:
     encodes_text: bool
     takes_controls: bool
     max_pending_events: int = MAX_PENDING_EVENTS
+    is_leader: bool = True
 
     def check(self, change: PromptChange | None, controls: Any) -> None:
         """Raise ValueError or TypeError for an event that could only fail later."""
+        if not self.is_leader:
+            raise ValueError(
+                "this rank takes no events: call update() on the first rank of the team, which shares them."
+            )
         if change is None and controls is None:
             raise ValueError("an event needs a prompt, `prompt_embeds` or `controls`.")
         if controls is not None and not self.takes_controls:

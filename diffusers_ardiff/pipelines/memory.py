@@ -17,6 +17,7 @@ from ..attention import (
     supported_kernel_block_sizes,
 )
 from ..cache import KVManager, KVShape, MemoryPlan, RingGeometry, SideState, plan_memory
+from ..parallel import ParallelLayout
 from ..processors import TransformerGeometry
 from ..recipes import Recipe
 from .decoding import Decoding
@@ -39,6 +40,7 @@ class CachePlanner:
         decoding: decoder whose streaming state counts, None where nothing is decoded.
         options: page size, K/V dtype, backend, limit.
         device: where the pool will live.
+        layout: which share of heads and branches this rank has; all bytes are this rank's.
     """
 
     transformer: Any
@@ -50,11 +52,13 @@ class CachePlanner:
     decoding: Decoding | None
     options: CacheOptions
     device: torch.device
+    layout: ParallelLayout = ParallelLayout()  # noqa: RUF009
 
     @property
     def num_branches(self) -> int:
-        """Branches a session."""
-        return 2 if self.guided else 1
+        """Branches a session, on this rank."""
+        names = ("positive", "negative") if self.guided else ("positive",)
+        return len(self.layout.local_branches(names))
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -63,8 +67,9 @@ class CachePlanner:
 
     @property
     def kv_shape(self) -> KVShape:
-        """Layers, heads, head size and bytes an element."""
-        return self.geometry.kv_shape(self.kv_dtype)
+        """Layers, this rank's heads, head size and bytes an element."""
+        heads = self.layout.heads_per_rank(self.geometry.num_heads)
+        return dataclasses.replace(self.geometry.kv_shape(self.kv_dtype), num_heads=heads)
 
     @property
     def tokens_per_frame(self) -> int:
@@ -114,13 +119,18 @@ class CachePlanner:
         select_backend(self._request(page_size), self.options.backend)
         return ring_geometry(self.recipe, self.tokens_per_frame, page_size)
 
+    @property
+    def _decoder(self) -> Decoding | None:
+        """The decoder, where this rank has one."""
+        return None if self.layout.decode_rank and not self.layout.is_decoder else self.decoding
+
     def side_state(self) -> SideState:
         """Bytes of one session that are not pages."""
         geometry, shape = self.geometry, self.shape
         row_bytes = geometry.num_heads * geometry.head_dim * self.transformer.dtype.itemsize
         return SideState(
             text_bytes=2 * geometry.num_layers * self.num_branches * self.text_len * row_bytes,
-            vae_state_bytes=0 if self.decoding is None else self.decoding.state_bytes(shape.height, shape.width),
+            vae_state_bytes=0 if self._decoder is None else self._decoder.state_bytes(shape.height, shape.width),
             sink_bytes=self._sink_bytes(),
             latent_bytes=latent_frames_in_memory(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
@@ -148,6 +158,10 @@ class CachePlanner:
             side_state=self.side_state(),
             fragmented=self.options.shuffle_seed is not None,
         )
+        if self.layout.is_decoder:
+            plan = dataclasses.replace(
+                plan, pages_per_branch=0, pool_bytes=0, text_bytes=0, latent_bytes=0, staging_bytes=0, sink_bytes=0
+            )
         plan.check_limit(self.options.limit_bytes)
         return self._with_work(plan) if with_work else plan
 
@@ -156,15 +170,17 @@ class CachePlanner:
         return dataclasses.replace(
             plan,
             forward_bytes=self._forward_bytes(),
-            decode_bytes=0 if self.decoding is None else self.decoding.work_bytes(latents),
+            decode_bytes=0 if self._decoder is None else self._decoder.work_bytes(latents),
             overlapped=self.decoding is not None and self.decoding.options.overlap,
         )
 
     def _forward_bytes(self) -> int:
-        """Working memory of the largest forward."""
+        """Working memory of the largest forward, of this rank's share of its tokens."""
+        if self.layout.is_decoder:
+            return 0
         latents = self.shape.chunk(frames_in_forward(self.recipe))
         num_timesteps = latents[2] * self.tokens_per_frame if self.recipe.num_chunks_at_once > 1 else None
-        return forward_bytes(self.transformer, latents, num_timesteps)
+        return -(-forward_bytes(self.transformer, latents, num_timesteps) // self.layout.ulysses_degree)
 
     def backend_name(self) -> str:
         """The attention backend that the call's forwards will take. Raises ValueError: none can."""

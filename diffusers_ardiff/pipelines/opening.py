@@ -32,8 +32,10 @@ from .live import EventRules, Inbox
 from .memory import CachePlanner
 from .output import FrameOutput
 from .overlap import OverlappedOutput
+from .parallel import check_same_call, shared_generator
 from .prompts import count_prompts
 from .recompute import RecomputeRollout
+from .remote_decode import RemoteOutput, check_role
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
@@ -88,6 +90,7 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
     check_embeds(a, pipeline.transformer.config["text_dim"])
     check_merge(a, recipe, guided=scale > 1.0)
     check_choices(a.output_type, a.callback_tensors, pipeline._callback_tensor_inputs)
+    check_role(pipeline.parallel_layout, a.output_type, pipeline.decoded_elsewhere)
     check_single_source(image=a.image, video=a.video, context_latents=a.context_latents)
     generator = check_generators(a.generator, num_videos)
     planner = _plan_cache(pipeline, a, recipe, num_videos, guided=scale > 1.0)
@@ -174,6 +177,7 @@ def _event_rules(pipeline: ARDiffusionPipeline, arguments: CallArguments, planne
         text_dim=pipeline.transformer.config["text_dim"],
         encodes_text=pipeline.tokenizer is not None and pipeline.text_encoder is not None,
         takes_controls=arguments.control_hook is not None,
+        is_leader=planner.layout.is_leader,
         max_pending_events=check_int("max_pending_events", arguments.max_pending_events, minimum=1),
     )
 
@@ -223,7 +227,9 @@ def open_stream(
         on_step: called after each denoise step.
         inbox: takes the stream's events already; None: a new one.
     """
-    a, planner = call.arguments, call.planner
+    a, planner, groups = call.arguments, call.planner, pipeline.parallel_groups
+    check_same_call(groups, call)
+    generator = shared_generator(groups, a.generator)
     embeds = pipeline.encode_branches(
         a.prompt,
         _default_negative(call),
@@ -236,12 +242,13 @@ def open_stream(
     stream = ARStream(
         pipeline,
         _open_rollout(pipeline, call),
-        NoiseSource(device=planner.device, generator=a.generator, latents=a.latents, step_noise=a.step_noise),
+        NoiseSource(device=planner.device, generator=generator, latents=a.latents, step_noise=a.step_noise),
         settings,
         state=CallState(guidance_scale=call.guidance_scale, num_timesteps=call.num_steps),
         output=_frame_output(pipeline, settings, call),
         inbox=inbox,
     )
+    pipeline.decoded_elsewhere = stream
     try:
         stream.set_embeds(embeds)
     except BaseException:
@@ -251,6 +258,9 @@ def open_stream(
 
 
 def _frame_output(pipeline: ARDiffusionPipeline, settings: StreamSettings, call: CheckedCall) -> FrameOutput:
+    groups = pipeline.parallel_groups
+    if groups is not None and groups.decoder is not None:
+        return RemoteOutput(pipeline.video_processor, settings, groups.decoder)
     if call.decoder is not None and pipeline.decoding.options.overlap:
         return OverlappedOutput(pipeline.video_processor, settings, call.decoder, device=call.planner.device)
     return FrameOutput(pipeline.video_processor, settings, call.decoder)
@@ -265,7 +275,15 @@ def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
     if pipeline._warm is not None:
         pipeline._warm.equip(runner, manager)
     make = RecomputeRollout if call.recipe.context_mode == "recompute" else Rollout
-    rollout = make(runner, manager, call.recipe, planner.shape, guided=planner.guided, device=planner.device)
+    rollout = make(
+        runner,
+        manager,
+        call.recipe,
+        planner.shape,
+        guided=planner.guided,
+        device=planner.device,
+        groups=pipeline.parallel_groups,
+    )
     rollout.control_hook, rollout.controls = a.control_hook, a.controls
     rollout.merge_commits = a.merge_commits
     return rollout

@@ -117,6 +117,10 @@ class FrameOutput:
         if self._decoder is not None:
             self._decoder.reset()
 
+    def close(self) -> None:
+        """The stream is over."""
+        self.reset_decoder()
+
     def _cut(self, frames: torch.Tensor, limit: int | None) -> torch.Tensor:
         kept = frames if limit is None else frames[:, :, : limit - self.num_frames]
         self.num_frames += kept.shape[2]

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..cache import Branch, KVManager, Session, TextKV
+from ..cache import KVManager, Session, TextKV
 from ..context import PagedForwardContext
 from ..merged import MergedForwardContext
+from ..parallel import VideoGroups
 from ..recipes import Recipe
 from ..transfer import download, upload
+from .apart import predict_apart
 from .batch_text import BatchText
 from .calls import NEGATIVE, POSITIVE, ForwardCalls
 from .denoise import FrameStep
 from .forwards import ForwardRunner
 from .hook import ControlHook
+from .rollout_text import RolloutText
 from .window import LatentShape, kept_frames
 
 
-class Rollout:
+class Rollout(RolloutText):
     """The latent state of a batch of videos: one session a video, all of them rows of each forward.
 
     Args:
@@ -32,6 +36,7 @@ class Rollout:
         shape: latent shape.
         guided: keep a negative branch for classifier-free guidance.
         device: where the transformer runs.
+        groups: the ranks that make the videos together; this one then holds its share. None: this one alone.
 
     Attributes:
         control_hook: edits the transformer's arguments in every forward; None: nobody does.
@@ -51,11 +56,14 @@ class Rollout:
         *,
         guided: bool,
         device: torch.device,
+        groups: VideoGroups | None = None,
     ) -> None:
         self.recipe = recipe
         self.shape = shape
         self.device = device
         self.branch_names = (POSITIVE, NEGATIVE) if guided else (POSITIVE,)
+        self.groups = groups
+        self.local_names = self.branch_names if groups is None else groups.layout.local_branches(self.branch_names)
         self.num_latent_frames = 0
         self.merge_commits = False
         self.control_hook: ControlHook | None = None
@@ -69,7 +77,7 @@ class Rollout:
         self.sessions: list[Session] = []
         try:
             for _ in range(shape.num_videos):
-                self.sessions.append(manager.open_session(self.branch_names))
+                self.sessions.append(manager.open_session(self.local_names))
         except BaseException:
             self.close()
             raise
@@ -83,41 +91,6 @@ class Rollout:
     def recent_latents(self) -> torch.Tensor:
         """Clean latents (videos, channels, frames, height, width) of the last S + W committed frames."""
         return self._recent
-
-    # -- text ----------------------------------------------------------------------------------------------------
-
-    def compute_text(self, embeds: Mapping[str, torch.Tensor]) -> dict[str, TextKV]:
-        """Text K/V of each branch from (videos, text_len, text_dim) embeddings; nothing is stored yet.
-
-        Raises:
-            ValueError: not one row a video.
-        """
-        for name, value in embeds.items():
-            if value.shape[0] != self.shape.num_videos:
-                raise ValueError(
-                    f"the {name} prompt embeddings have {value.shape[0]} rows for {self.shape.num_videos} videos; give "
-                    "one each."
-                )
-        return {name: self.runner.attachment.compute_text_kv(value.to(self.device)) for name, value in embeds.items()}
-
-    def set_text(self, text: Mapping[str, TextKV]) -> None:
-        """Replace the text of the branches named; self K/V stay as they are. A commit that is due runs first.
-
-        Raises:
-            KeyError: unknown branch.
-        """
-        self.commit_held()
-        rows = {name: [session.branch(name) for session in self.sessions] for name in text}
-        for name, value in text.items():
-            self._text.set(rows[name], value)
-
-    def clear_text(self) -> None:
-        """Forget the prompt, after a commit that is due; the next forward needs another one first."""
-        self.commit_held()
-        self._text.clear()
-        for session in self.sessions:
-            for branch in session.branches:
-                branch.text = None
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
@@ -134,11 +107,24 @@ class Rollout:
         if held is not None and self.merge_commits and held.shape == step.latents.shape:
             return self._forward_merged(held, step)
         self.commit_held()
+        if self.local_names != self.branch_names:
+            forward = partial(self._forward, self.local_names[0], step)
+            like = step.latents.to(self.runner.attachment.transformer.dtype)
+            return predict_apart(self.groups, forward, like, guidance_scale)
         positive = self._forward(POSITIVE, step)
         if NEGATIVE not in self.branch_names or guidance_scale <= 1.0:
             return positive
         negative = self._forward(NEGATIVE, step)
         return negative + guidance_scale * (positive - negative)
+
+    def agree(self) -> None:
+        """Wait for the other ranks before a commit, so that all of them commit or none."""
+        if self.groups is not None:
+            self.groups.agree("a commit")
+
+    def share_each(self, items: Iterator[Any]) -> Iterator[Any]:
+        """The items that the first rank was given, on all that make the videos together; one by one, none is None."""
+        return items if self.groups is None else self.groups.share_each(items)
 
     def hold(self, clean_latents: torch.Tensor) -> None:
         """Take a finished chunk; its commit forward runs later, by ``commit_held``."""
@@ -152,8 +138,9 @@ class Rollout:
         step = self.begin_commit()
         if step is None:
             return
-        for name in self.branch_names:
+        for name in self.local_names:
             self._forward(name, step)
+        self.agree()
         self.finish_commit()
 
     def begin_commit(self) -> FrameStep | None:
@@ -188,7 +175,7 @@ class Rollout:
         committed. Raises whatever a forward raises; the branch is then stale until the same recache succeeds.
         """
         if self._uncommitted is not None and any(b.ring.stale for session in self.sessions for b in session.branches):
-            self._rewrite_window(dict.fromkeys(self.branch_names))
+            self._rewrite_window(dict.fromkeys(self.local_names))
         self.commit_held()
         self._rewrite_window(text)
         self.set_text(text)
@@ -335,12 +322,7 @@ class Rollout:
         num_tokens, _ = self.calls.count_tokens(step)
         forward = MergedForwardContext(branches, num_tokens=num_tokens, backend=self.runner.attachment.backend)
         timesteps = (self.recipe.commit_timestep, step.timestep)
-        out = self.runner.run(self.calls.merged(forward, (held, step.latents), timesteps, text))
+        call = self.calls.merged(forward, (held, step.latents), timesteps, text)
+        out = self.runner.run(call, before_end=self.agree)
         self._keep_committed(held)
         return out[len(branches) :]
-
-    def _text_of(self, branches: list[Branch]) -> TextKV:
-        text = self._text.get(branches)
-        if text is None:
-            raise RuntimeError(f"branch {branches[0].name!r} has no prompt; set one before the next chunk.")
-        return text

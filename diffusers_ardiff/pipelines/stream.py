@@ -258,7 +258,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
             self._apply_change(self._schedule.pop(0))
 
     def _apply_events(self) -> None:
-        for event in self.inbox.mailbox.take_pending():
+        for event in self.rollout.share_each(self.inbox.mailbox.take_pending()):
             try:
                 self._apply_event(event)
             except Exception as error:
@@ -335,7 +335,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         self.inbox.mailbox.close()
         self.rollout.close()
         self._prompt.clear()
-        self._output.reset_decoder()
+        self._output.close()
         self._pipeline.maybe_free_model_hooks()
 
     def __enter__(self) -> ARStream:

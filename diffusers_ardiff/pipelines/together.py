@@ -68,12 +68,19 @@ class StreamBatch:
         """Let another stream join.
 
         Raises:
-            ValueError: closed, in the batch already, or of another pipeline, pool, frame size or text length.
+            ValueError: closed, in the batch already, or of another pipeline, pool, frame size or text length; or its
+                guidance branches are on ranks of their own.
         """
         if stream.closed:
             raise ValueError("a closed stream can't join a batch; open a new one.")
         if any(stream is other for other in self._streams):
             raise ValueError("this stream is in the batch already.")
+        if stream.rollout.local_names != stream.rollout.branch_names:
+            raise ValueError(
+                "guidance_parallel=True holds one guidance branch a rank, and a batch runs both in its forwards. Use "
+                "enable_parallelism(guidance_parallel=False), with ulysses_degree for several ranks, or ask each stream for "
+                "its chunks alone."
+            )
         known = next((other for other in self._streams if not other.closed), None)
         if known is not None:
             _check_same(_traits(stream), _traits(known))
@@ -130,6 +137,7 @@ class StreamBatch:
                 rows = [(m, step) for m, step in group if name in m.stream.rollout.branch_names]
                 self._run(name, rows)
             for member, _ in group:
+                member.attempt(member.stream.rollout.agree)
                 member.attempt(member.stream.rollout.finish_commit)
 
     def _denoise(self, members: Sequence[_Member]) -> None:

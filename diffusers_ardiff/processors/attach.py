@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ..attention import WriteChoice, check_write_name, choose_write, fused_write_refusals, get_backend
 from ..cache import TextKV
 from ..context import ForwardInputs
+from ..parallel import TokenSharding
 from ..rope import Rotary
 from .base import HostSettings, PagedSelfAttnProcessor
 from .family import RopeFunction, TransformerGeometry, find_family
@@ -34,8 +35,10 @@ class PagedAttachment:
     """Paged processors for one transformer; made by ``attach_paged_attention``.
 
     The same processor objects are used each time it attaches, so compiled code stays valid. ``bind`` hands them the
-    inputs of one forward.
+    inputs of one forward. ``sharding`` deals tokens and heads out to several ranks; None: one rank has all.
     """
+
+    sharding: TokenSharding | None = None
 
     def __init__(self, transformer: Any, *, backend: str | None = None, write: str | None = None) -> None:
         self.transformer = transformer
@@ -182,12 +185,14 @@ class PagedAttachment:
 
         Args:
             context: a prepared forward context; where it names no attention backend, it takes the attached one.
-            rotary: (cos, sin) of its tokens, from the function that ``make_rope`` returns.
+            rotary: (cos, sin) of all its tokens, also where ``sharding`` cuts them, from the function that ``make_rope``
+                returns.
             text: text K/V of its rows; None: the host computes cross-attention from ``encoder_hidden_states``.
 
         Raises:
             RuntimeError: not attached, another forward is bound, processors or blocks were swapped, or, at the end, a
                 layer has written no keys, so the forward must not be committed.
+            TypeError: ``sharding`` is set, and the family can't be cut.
             ValueError: context and attachment name different backends, or the fused write is named and cannot serve; or
                 text is given to a family that does not cache it.
         """
@@ -204,10 +209,15 @@ class PagedAttachment:
         if self._is_compiled:
             # Inductor's CUDA graphs would else take each compiled block for a step, and free what the last one returned.
             torch.compiler.cudagraph_mark_step_begin()
+        sharding = self.sharding
+        if sharding is not None:
+            self.check_sharding()
+            rotary = sharding.cut_rotary(self.transformer, rotary)
         try:
             self._bound = context
             self._hand_over(context, rotary, text, write)
-            yield
+            with sharding.cut(self.transformer) if sharding is not None else nullcontext():
+                yield
         finally:
             self._bound = None
             self._take_back()
@@ -218,6 +228,7 @@ class PagedAttachment:
             self._rope.rotary = rotary
         for layer, (self_attn, cross_attn) in enumerate(self._processors):
             self_attn.inputs, self_attn.write = context.layer_inputs(layer), write
+            self_attn.exchange = self.sharding.exchange if self.sharding is not None else None
             if self._rope is None:
                 self_attn.rotary = rotary
             if cross_attn is not None:
@@ -227,15 +238,26 @@ class PagedAttachment:
         if self._rope is not None:
             self._rope.rotary = None
         for self_attn, cross_attn in self._processors:
-            self_attn.inputs = self_attn.rotary = None
+            self_attn.inputs = self_attn.rotary = self_attn.exchange = None
             if cross_attn is not None:
                 cross_attn.text = None
+
+    def check_sharding(self) -> None:
+        """Raise TypeError where tokens and heads of this transformer can't be dealt out to several ranks."""
+        reasons = self.family.sharding_refusals(self.transformer)
+        if reasons:
+            raise TypeError(
+                f"{type(self.transformer).__name__} can't be run on several ranks: {'; '.join(reasons)}. Wan, SkyReels-V2 "
+                "and ChronoEdit can. Run this one on a rank alone, with ulysses_degree=1, or a video on each rank."
+            )
 
     def fused_write_refusals(self, device_type: str, dtype: torch.dtype) -> list[str]:
         """Why one kernel cannot normalise and rotate in this transformer and write to pools of that dtype; empty: it can.
 
         The device first, and if it can, the first layer whose norms refuse.
         """
+        if self.sharding is not None:
+            return ["keys are normalised over all heads before these are dealt out, and written after that"]
         geometry = self.geometry
         reasons = fused_write_refusals(device_type, dtype, geometry.head_dim)
         if reasons:

@@ -10,6 +10,7 @@ from ..attention import WriteChoice, paged_write_attn, write_attn_in_turn
 from ..attention.writing import TORCH_WRITE
 from ..context import PagedLayerInputs
 from ..merged import MergedLayerInputs
+from ..parallel import HeadExchange
 from ..rope import Rotary
 
 
@@ -43,11 +44,14 @@ class PagedSelfAttnProcessor(HostSettings):
         inputs: of this layer, bound for the length of one forward.
         rotary: angles of its tokens, bound too, where the family does not replace the host's rope module.
         write: who normalises, rotates and writes; whoever sets it has asked the family's ``fused_write_refusals``.
+        exchange: deals the heads out to several ranks, each of which has a share of the tokens; bound too, and only where the
+            family's ``sharding_refusals`` are none.
     """
 
     inputs: PagedLayerInputs | MergedLayerInputs | None = None
     rotary: Rotary | None = None
     write: WriteChoice = TORCH_WRITE
+    exchange: HeadExchange | None = None
 
 
 def attend(

@@ -173,6 +173,10 @@ class TransformerFamily:
             "text, and give the transformer the prompt as usual."
         )
 
+    def sharding_refusals(self, transformer: Any) -> list[str]:
+        """Why tokens and heads can't be dealt out to several ranks, a phrase each; empty: they can."""
+        return [f"no adapter says where the tokens of {self.name} transformers are cut and joined"]
+
     def fused_write_refusals(self, attn: Any, num_heads: int, head_dim: int) -> list[str]:
         """Why the fused kernel can't normalise and rotate for this module, a phrase each; empty: it can."""
         return [f"{self.name} layers normalise and rotate in torch"]

@@ -54,7 +54,10 @@ class PagedWanSelfAttnProcessor(PagedSelfAttnProcessor):
         query, key = attn.norm_q(query).unflatten(2, heads), attn.norm_k(key).unflatten(2, heads)
         if rotary_emb is not None:
             query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
-        return project_out(attn, attend(self.inputs, query, key, value.unflatten(2, heads)))
+        states = (query, key, value.unflatten(2, heads))
+        if self.exchange is not None:
+            return project_out(attn, self.exchange.attend(attend, self.inputs, states))
+        return project_out(attn, attend(self.inputs, *states))
 
 
 class PagedWanCrossAttnProcessor(HostSettings):
@@ -179,6 +182,12 @@ class WanFamily(TransformerFamily):
         image_states = None if image_embeds is None else embedder.image_embedder(image_embeds)
         layers = self.layers(transformer)
         return TextKV(tuple(project_text(layer.cross_attn, text_states, image_states) for layer in layers))
+
+    def sharding_refusals(self, transformer: Any) -> list[str]:
+        """VACE blocks have tokens of their own."""
+        if getattr(transformer, "vace_blocks", None):
+            return ["its VACE blocks read tokens of a video of their own, which nobody cuts"]
+        return []
 
     def fused_write_refusals(self, attn: Any, num_heads: int, head_dim: int) -> list[str]:
         """Why the fused kernel can't stand in for the layer's norms."""

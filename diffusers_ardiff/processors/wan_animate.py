@@ -93,6 +93,10 @@ class WanAnimateFamily(WanFamily):
         """The kernel knows no rows that are not committed."""
         return ["Wan-Animate has the picture's rows beside the chunk's"]
 
+    def sharding_refusals(self, transformer: Any) -> list[str]:
+        """Pose, picture and faces are added to the tokens whole."""
+        return ["pose, reference picture and faces are added to all tokens of a chunk"]
+
     def register_hooks(self, transformer: Any, bound: Callable[[], Any]) -> list[Any]:
         """Faces of the frames before the chunk are convolved and dropped."""
 
