@@ -143,7 +143,11 @@ def summary(result: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print, and write what was asked for."""
     options = parse_arguments()
-    results = options.run(options)
+    try:
+        results = options.run(options)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     if options.output is not None and results:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         report = {"machine": asdict(examine()), "results": results}

@@ -117,6 +117,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A launcher ends the others when one fails; half-written files are removed on the way out.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        return run(args, state)
+    finally:
+        # Left to the interpreter's end, the group's threads can outlive what they need and abort the process.
+        state.destroy_process_group()
+
+
+def run(args: argparse.Namespace, state: PartialState) -> int:
+    """Make the videos of one process; returns the exit status."""
+    try:
         check_launch(state.num_processes)
         request = GenerationRequest(
             prompts=read_prompts(args),

@@ -134,6 +134,22 @@ def test_a_rank_that_dies_ends_the_job_of_a_team(model: Path, tmp_path: Path, fa
 
 
 @pytest.mark.multi_process
+def test_the_process_group_ends_with_the_command(model: Path, tmp_path: Path) -> None:
+    """It was left to the interpreter's end, where its threads now and then aborted a process that had done its work."""
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        "import runpy, sys, torch.distributed as dist\n"
+        "try:\n"
+        f"    runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        "assert not dist.is_initialized()\n"
+    )
+    done = launch(wrapper, PROMPT, "--model", model, "--num-frames", 9, "--ulysses", 2, "--output", tmp_path / "c.mp4")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.multi_process
 def test_two_processes_make_one_video(model: Path, tmp_path: Path) -> None:
     arguments = (PROMPT, "--model", model, "--num-frames", 21, "--guidance-scale", 3)
     done = launch(SCRIPT, *arguments, "--ulysses", 2, "--output", tmp_path / "clip.mp4")
