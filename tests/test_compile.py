@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,12 +19,7 @@ from diffusers_ardiff.processors.wan import PagedWanSelfAttnProcessor
 NUM_LAYERS = 12
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

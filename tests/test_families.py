@@ -1,7 +1,6 @@
 """Every family of transformers with paged attention, against its stock model."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ from tiny_families import (
     window_mask,
 )
 from tiny_wan import TINY as TINY_WAN
-from torch._dynamo.utils import counters
 
 from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.context import PagedForwardContext
@@ -160,14 +158,6 @@ def test_rows_at_different_frames_equal_each_alone(family: Family) -> None:
         out = family.run(Repeated(run.transformer), latents, 500)
     for row, single in enumerate(alone):
         assert relative_error(out[row : row + 1], single.forward(latents[row : row + 1], 500)) < 1e-5
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compile_blocks(blocks: list[Any], backend: CountingBackend) -> None:

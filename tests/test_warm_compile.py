@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,7 @@ from torch._dynamo.utils import counters
 from diffusers_ardiff import ARDiffusionPipeline, CacheOptions
 from diffusers_ardiff.pipelines import ARStream
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def warm_pipeline(**call: Any) -> tuple[ARDiffusionPipeline, CountingBackend]:
