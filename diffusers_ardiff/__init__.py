@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .cache import MemoryLimitError
+from .cache import KVScales, MemoryLimitError
 from .checkpoints import load_ar_checkpoint
 from .context import PagedForwardContext
 from .fp8 import quantize_linears
@@ -34,6 +34,7 @@ __all__ = [
     "CacheOptions",
     "ControlInputs",
     "EventQueueFullError",
+    "KVScales",
     "LightDecoder",
     "MemoryLimitError",
     "PagedForwardContext",

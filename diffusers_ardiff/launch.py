@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .cache.branch import Branch
+from .cache.float8 import UNSCALED, KVScales
 from .cache.storage import StagingKey, StagingPools
 from .masks import PagedMask
 
@@ -33,9 +34,10 @@ class RowLayout:
 class LaunchPlan:
     """Host-side facts of one forward, for the inside of the opaque op.
 
-    They say how to compute it, and ``mask`` says what is visible: None is everything. ``branches`` own the pages. Two
-    records in it change: the op adds each layer whose rows it has written to ``written_layers``, and keeps in ``choices``
-    which backend serves a request, so that a forward asks once and not once a layer.
+    They say how to compute it, and ``mask`` says what is visible: None is everything. ``branches`` own the pages,
+    ``scales`` are those of a float8 pool. Two records in it change: the op adds each layer whose rows it has written to
+    ``written_layers``, and keeps in ``choices`` which backend serves a request, so that a forward asks once and not once a
+    layer.
     """
 
     page_size: int
@@ -43,6 +45,7 @@ class LaunchPlan:
     staging: StagingPools | None = None
     backend: str | None = None
     mask: PagedMask | None = None
+    scales: KVScales = UNSCALED
     branches: tuple[Branch, ...] = ()
     written_layers: set[int] = field(default_factory=set)
     choices: dict[Hashable, Any] = field(default_factory=dict)

@@ -76,6 +76,7 @@ def build_layer_inputs(
         staging=storage.staging,
         backend=backend,
         mask=mask,
+        scales=storage.scales,
         branches=tuple(branches),
         written_layers=written_layers,
     )

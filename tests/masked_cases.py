@@ -112,7 +112,7 @@ def torch_partial(
 ) -> PartialResult:
     """A kernel as strict as they come: it reads whole tiles, so a NaN anywhere in its keys spoils the result."""
     num_queries, num_keys = query.shape[1], keys.shape[1]
-    assert num_keys > 0 and not keys.isnan().any() and not values.isnan().any()
+    assert num_keys > 0 and not keys.float().isnan().any() and not values.float().isnan().any()
     scores = torch.einsum("blhd,bnhd->bhln", query.float(), keys.float()) * softmax_scale
     if causal:
         assert num_keys >= num_queries

@@ -23,19 +23,20 @@ def make_inputs(
     Every row has pages for ``capacity`` tokens (the longest length by default). ``shuffled``: pages in random order,
     those beyond the length all being one page of NaN; else each row's pages follow each other.
     """
+    wide = torch.float32 if dtype.itemsize == 1 else dtype
     width = -(-(capacity or max(lengths)) // page_size)
     num_pages = len(lengths) * width + 1
     order = torch.randperm(num_pages - 1) if shuffled else torch.arange(num_pages - 1)
     table = order.view(len(lengths), width).clone()
-    pools = torch.full((2, num_pages * page_size, heads, head_dim), float("nan"), dtype=dtype, device=device)
+    pools = torch.full((2, num_pages * page_size, heads, head_dim), float("nan"), dtype=wide, device=device)
     for row, length in enumerate(lengths):
         slots = row_slots(table[row], page_size, length).to(device)
-        pools[:, slots] = torch.randn((2, length, heads, head_dim), device=device).to(dtype)
+        pools[:, slots] = torch.randn((2, length, heads, head_dim), device=device).to(wide)
         if shuffled:
             table[row, -(-length // page_size) :] = num_pages - 1
     return PagedLayerInputs(
-        key_pool=pools[0].clone(),
-        value_pool=pools[1].clone(),
+        key_pool=pools[0].clone().to(dtype),
+        value_pool=pools[1].clone().to(dtype),
         slot_mapping=torch.empty((len(lengths), 0), dtype=torch.int64, device=device),
         block_table=table.to(device, torch.int32),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
@@ -58,11 +59,12 @@ def expected_attention(
     A head and 512 queries at a time, so that a full window fits.
     """
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    pools = [pool.float() if pool.element_size() == 1 else pool for pool in inputs[:2]]
     lse = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=torch.float32)
     for row, length in enumerate(inputs.seq_lens.tolist()):
         slots = row_slots(inputs.block_table[row], page_size, length)
         for head in range(query.shape[2]):
-            keys, values = (pool[slots, head].double() for pool in inputs[:2])
+            keys, values = (pool[slots, head].double() for pool in pools)
             for part in torch.arange(query.shape[1]).split(512):
                 scores = query[row, part, head].double() @ keys.T * softmax_scale
                 lse[row, head, part] = scores.logsumexp(-1).float()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from diffusers_ardiff.attention import paged_write_attn
-from diffusers_ardiff.cache import Branch, KVManager, KVShape, KVStorage, RingGeometry
+from diffusers_ardiff.cache import FLOAT8, Branch, KVManager, KVShape, KVStorage, RingGeometry
 from diffusers_ardiff.context import PagedForwardContext
 
 
@@ -47,10 +47,11 @@ def make_manager(
 
 
 def random_rows(branches: Sequence[Branch], num_tokens: int) -> Rows:
-    """Queries, keys and values that fit the branches' pool."""
+    """Queries, keys and values that fit the branches' pool; float32 for a float8 pool."""
     storage = branches[0].storage
     size = (len(branches), num_tokens, storage.shape.num_heads, storage.shape.head_dim)
-    return Rows(*(torch.randn(size, dtype=storage.dtype) for _ in range(3)))
+    dtype = torch.float32 if storage.dtype == FLOAT8 else storage.dtype
+    return Rows(*(torch.randn(size, dtype=dtype) for _ in range(3)))
 
 
 def forward(

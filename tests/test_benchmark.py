@@ -316,11 +316,13 @@ def test_rollout_script_warm(
     folder, output = tmp_path / "model", tmp_path / "rollout.json"
     make_pipeline(recipe=ONE_STEP).save_pretrained(folder)
     arguments = ["rollout", "--model", str(folder), "--measured-chunks", "2", "--device", "cpu", "--latents-only"]
+    arguments += ["--kv-dtype", "float8"]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments, "--compile", "--output", str(output)])
     with record_pools() as made:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     (result,) = json.loads(output.read_text())["results"]
     assert [pool() for pool in made] == pools and len(counting.graphs) == 1
+    assert result["kv_dtype"] == "float8" and pools[0].storage.dtype == torch.float8_e4m3fn
     assert result["forwards"] == {"compiled": True, "graphs": False}
     assert (result["warmup"]["num_graphs"], result["warmup"]["num_compiled_shapes"]) == (0, 1)
     assert "forwards compiled: warm after" in capsys.readouterr().out

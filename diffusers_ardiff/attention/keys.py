@@ -9,6 +9,7 @@ import itertools
 
 import torch
 
+from ..cache.float8 import as_bytes, store_as
 from ..context import LaunchPlan, PagedLayerInputs, RowLayout
 
 
@@ -24,6 +25,8 @@ def write_rows(inputs: PagedLayerInputs, plan: LaunchPlan, keys: torch.Tensor, v
 
     A captured CUDA graph must find the slots in a tensor, since they differ at its next replay.
     """
+    dtype = inputs.key_pool.dtype
+    keys, values = store_as(keys, dtype, plan.scales.key), store_as(values, dtype, plan.scales.value)
     row = plan.rows[0]
     is_captured = keys.is_cuda and torch.cuda.is_current_stream_capturing()
     if len(plan.rows) == 1 and row.base_slot is not None and row.written_ranges and not is_captured:
@@ -36,8 +39,8 @@ def write_rows(inputs: PagedLayerInputs, plan: LaunchPlan, keys: torch.Tensor, v
             done += len(part)
         return
     slots = inputs.slot_mapping.flatten()
-    inputs.key_pool.index_copy_(0, slots, keys.flatten(0, 1).to(inputs.key_pool.dtype))
-    inputs.value_pool.index_copy_(0, slots, values.flatten(0, 1).to(inputs.value_pool.dtype))
+    as_bytes(inputs.key_pool).index_copy_(0, slots, as_bytes(keys).flatten(0, 1))
+    as_bytes(inputs.value_pool).index_copy_(0, slots, as_bytes(values).flatten(0, 1))
 
 
 def dense_view(inputs: PagedLayerInputs, plan: LaunchPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -96,8 +99,11 @@ def stage_rows(inputs: PagedLayerInputs, plan: LaunchPlan) -> None:
                 row.staging_row * staging.row_len + part.start, row.staging_row * staging.row_len + part.stop
             )
             source = slots[part.start : part.stop]
-            torch.index_select(inputs.key_pool, 0, source, out=staging.key_pools[layer][target])
-            torch.index_select(inputs.value_pool, 0, source, out=staging.value_pools[layer][target])
+            for pool, staged in (
+                (inputs.key_pool, staging.key_pools[layer]),
+                (inputs.value_pool, staging.value_pools[layer]),
+            ):
+                torch.index_select(as_bytes(pool), 0, source, out=as_bytes(staged)[target])
         held[row.staging_row] = row.staging_key
 
 
@@ -126,8 +132,8 @@ def padded_gather(
         mask = valid[:, None, None]
     shape = (*slots.shape, *inputs.key_pool.shape[1:])
     flat = slots.flatten()
-    keys = inputs.key_pool.index_select(0, flat).view(shape)
-    return keys, inputs.value_pool.index_select(0, flat).view(shape), mask
+    keys, values = (as_bytes(pool).index_select(0, flat).view(pool.dtype).view(shape) for pool in inputs[:2])
+    return keys, values, mask
 
 
 def layout_from_tensors(launch: torch.Tensor, seq_lens: torch.Tensor) -> LaunchPlan:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..cache.float8 import as_bytes
 from ..context import LaunchPlan, PagedLayerInputs
 from ..masks import MaskedRow, PagedMask, PagedPiecewiseSegment, Segment
 from .keys import padded_gather, staged_view
@@ -35,7 +36,7 @@ def attend_masked(
 
     Args:
         partial: the kernel.
-        query: (R, L, H, D), one query a new token, in the pool's dtype.
+        query: (R, L, H, D), one query a new token.
         inputs, plan: of a forward whose new rows were written.
         mask: the plan's.
         softmax_scale: factor on the scores.
@@ -149,7 +150,9 @@ def _row_keys(inputs: PagedLayerInputs, plan: LaunchPlan, row: int) -> tuple[tor
 
 def _join(tokens: torch.Tensor, ranges: Sequence[range]) -> torch.Tensor:
     parts = [tokens[:, _slice(part)] for part in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([as_bytes(part) for part in parts], dim=1).view(tokens.dtype)
 
 
 def _slice(part: range) -> slice:

@@ -13,11 +13,12 @@ from dataclasses import replace
 
 import torch
 
+from ..cache.float8 import FLOAT8
 from ..context import LaunchPlan, PagedLayerInputs, find_launch_plan
 from ..rope import Rotary
 from .keys import layout_from_tensors, write_rows
 from .registry import AttentionBackend, AttentionRequest, Work, select_backend
-from .writing import QKNorm, fused_write_refusals
+from .writing import FUSED_DTYPES, QKNorm, fused_write_refusals
 
 __all__ = ["paged_attention", "paged_norm_rope_write_attn", "paged_write_attn"]
 
@@ -80,13 +81,22 @@ def _check_queries(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPl
 def _attend(
     query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, backend: AttentionBackend, softmax_scale: float
 ) -> torch.Tensor:
-    rows = query.to(inputs.key_pool.dtype)
+    rows = query.to(_compute_dtype(query.dtype, inputs.key_pool.dtype))
+    # Here, so that backends see stored values only: scores are linear in K, the output is linear in V.
+    softmax_scale = softmax_scale * plan.scales.key
     num_masked = rows.shape[1] if plan.mask is None else plan.mask.num_tokens
     out = backend.attend(rows[:, :num_masked], inputs, plan, softmax_scale)
     if num_masked < rows.shape[1]:
         extra = backend.attend(rows[:, num_masked:], inputs, replace(plan, mask=None), softmax_scale)
         out = torch.cat([out, extra], dim=1)
-    return out.to(query.dtype)
+    return (out if plan.scales.value == 1.0 else out * plan.scales.value).to(query.dtype)
+
+
+def _compute_dtype(query: torch.dtype, pool: torch.dtype) -> torch.dtype:
+    """The pool's; values of a float8 pool are exact in any wider dtype, so there it is the query's."""
+    if pool != FLOAT8:
+        return pool
+    return query if query in FUSED_DTYPES else torch.float32
 
 
 def _check_rows(query: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, inputs: PagedLayerInputs) -> None:
@@ -159,7 +169,11 @@ def _norm_rope_write_attn_op(
     norm_eps: float,
     softmax_scale: float,
 ) -> torch.Tensor:
-    refusals = fused_write_refusals(query.device.type, query.dtype, query.shape[-1])
+    refusals = [
+        reason
+        for dtype in {query.dtype: None, key_pool.dtype: None}
+        for reason in fused_write_refusals(query.device.type, dtype, query.shape[-1])
+    ]
     if refusals:
         raise ValueError("the fused write cannot serve this call: " + "; ".join(refusals) + ".")
     from .kernels.rope_write import norm_rope_write
@@ -170,7 +184,7 @@ def _norm_rope_write_attn_op(
     _check_rows(query, keys, values, inputs)
     _check_queries(query, inputs, plan)
     norm = QKNorm(query_weight, key_weight, norm_eps)
-    rotated = norm_rope_write(inputs, query, keys, values, (cos, sin), norm)
+    rotated = norm_rope_write(inputs, query, keys, values, (cos, sin), norm, plan.scales)
     plan.written_layers.add(int(layer_index))
     return _attend(rotated, inputs, plan, backend, softmax_scale)
 

@@ -15,7 +15,8 @@ import torch
 from ..context import LaunchPlan, PagedLayerInputs
 
 AttendFn = Callable[[torch.Tensor, PagedLayerInputs, LaunchPlan, float], torch.Tensor]
-"""(query (R, L, H, D) in the pool's dtype, inputs, plan, softmax_scale) -> (R, L, H, D)."""
+"""(query (R, L, H, D), inputs, plan, softmax_scale) -> (R, L, H, D). The query has the pool's dtype, or, over a float8 pool,
+float32, bfloat16 or float16; values are those stored there, any scale is the caller's business."""
 
 DEFAULT_PAGE_SIZE = 16
 
@@ -62,6 +63,7 @@ class AttentionBackend:
         masks: honours the plan's ``mask``, piecewise causal / full.
         lse: can return the log-sum-exp.
         device_lengths: its launches read lengths on the device, so a captured graph serves a window that fills.
+        refuses: says why it cannot do a call that all of the above allows, None where it can.
         unavailable: says why this machine cannot run it now (a missing library, another device), None where it can.
     """
 
@@ -77,6 +79,7 @@ class AttentionBackend:
     lse: bool = False
     device_lengths: bool = False
     rank_for: Mapping[Work, int] = field(default_factory=dict, hash=False)
+    refuses: Callable[[AttentionRequest], str | None] | None = None
     unavailable: Callable[[], str | None] | None = None
 
     def refusals(self, request: AttentionRequest) -> list[str]:
@@ -95,6 +98,8 @@ class AttentionBackend:
             (not request.needs_device_lengths or self.device_lengths, "takes lengths from the host"),
         ]
         reasons = [reason for ok, reason in checks if not ok]
+        refused = self.refuses(request) if self.refuses is not None else None
+        reasons += [] if refused is None else [refused]
         missing = self.unavailable() if self.unavailable is not None else None
         return reasons if missing is None or missing in reasons else [*reasons, missing]
 

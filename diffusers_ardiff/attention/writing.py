@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from ..cache.float8 import FLOAT8
 from .backends import triton_paged
 
 WriteName = Literal["fused", "torch"]
@@ -40,11 +41,14 @@ TORCH_WRITE = WriteChoice(eager=False, compiled=False)
 
 
 def fused_write_refusals(device_type: str, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Why the fused kernel cannot take rows of this dtype and head size here, a phrase each; empty: it can."""
+    """Why the fused kernel cannot take rows, or pools, of this dtype and head size here, a phrase each; empty: it can."""
     missing = triton_paged.unavailable()
+    if missing is None and dtype == FLOAT8:
+        missing = triton_paged.no_float8(is_hip=torch.version.hip is not None)
+    dtypes = FUSED_DTYPES | {FLOAT8}
     checks = [
         (device_type == "cuda", f"runs on cuda, not {device_type}"),
-        (dtype in FUSED_DTYPES, f"takes {sorted(str(d) for d in FUSED_DTYPES)}, not {dtype}"),
+        (dtype in dtypes, f"takes {sorted(str(d) for d in dtypes)}, not {dtype}"),
         (head_dim % 2 == 0, f"wants an even head size, not {head_dim}"),
     ]
     return [reason for ok, reason in checks if not ok] + ([missing] if missing is not None else [])

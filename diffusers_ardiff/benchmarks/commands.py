@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..cache import FLOAT8
 from ..doctor import DTYPES
 from ..load import load_pipeline
 from ..pipelines import ARDiffusionPipeline
@@ -25,6 +26,7 @@ from .report import RolloutResult, describe, window_label
 from .rollout import RolloutSettings, measure_rollout, warm_up
 
 DECODERS = ("wan", "light", "none")
+KV_DTYPES = DTYPES | {"float8": FLOAT8}
 
 
 def add_rollout_command(commands: Any) -> None:
@@ -50,6 +52,7 @@ def add_rollout_command(commands: Any) -> None:
     parser.add_argument("--baseline", choices=["dense-roll"], help="time this in the same run and print the ratio")
     parser.add_argument("--backend", help="attention backend (default: chosen)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of random weights")
+    parser.add_argument("--kv-dtype", choices=sorted(KV_DTYPES), help="of keys and values (default: the model's)")
     parser.add_argument("--repeats", type=int, default=1)
     _add_outputs(parser)
     parser.add_argument("--plot", type=Path, help=".png of time and memory per chunk; needs matplotlib")
@@ -122,6 +125,7 @@ def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
             "decoder": options.decoder,
             "decoder_options": vars(pipeline.decoding.options),
             "decoder_warmup_seconds": warmup,
+            "kv_dtype": options.kv_dtype,
             "forwards": {"compiled": options.compile, "graphs": options.graphs},
             "warmup": None if warm is None else asdict(warm),
             "pixel_fps": recipe.chunk_frames * factor / result.mean_seconds,
@@ -190,6 +194,7 @@ def _settings(options: argparse.Namespace, pipeline: ARDiffusionPipeline) -> Rol
         num_frames=options.num_frames,
         decode=options.decoder != "none",
         backend=options.backend,
+        kv_dtype=None if options.kv_dtype is None else KV_DTYPES[options.kv_dtype],
     )
 
 

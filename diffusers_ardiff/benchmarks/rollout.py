@@ -36,6 +36,7 @@ class RolloutSettings:
         num_frames: pixel frames in all; None: as many as ``measured_chunks`` need.
         decode: with frames, from the pipeline's decoder.
         backend: attention backend by name.
+        kv_dtype: of the K/V pool; None: the transformer's.
         seed: of the noise.
     """
 
@@ -44,6 +45,7 @@ class RolloutSettings:
     num_frames: int | None = None
     decode: bool = True
     backend: str | None = None
+    kv_dtype: torch.dtype | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -131,7 +133,7 @@ def _plan_arguments(settings: RolloutSettings, recipe: Recipe) -> dict[str, Any]
         "recipe": recipe,
         "decode": settings.decode,
         "text_len": TEXT_LEN,
-        "cache": CacheOptions(backend=settings.backend),
+        "cache": CacheOptions(backend=settings.backend, kv_dtype=settings.kv_dtype),
     }
 
 

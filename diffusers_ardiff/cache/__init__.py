@@ -2,6 +2,7 @@
 
 from .allocator import OutOfPagesError, PageAllocator, PageRun, slot_of
 from .branch import Branch
+from .float8 import FLOAT8, KVScales
 from .ledger import PageHold, PageLedger
 from .manager import KVManager
 from .plan import KVShape, MemoryLimitError, MemoryPlan, SideState, plan_memory
@@ -11,9 +12,11 @@ from .storage import KVStorage
 from .text import TextKV, TextLayerKV
 
 __all__ = [
+    "FLOAT8",
     "Branch",
     "ForwardSpan",
     "KVManager",
+    "KVScales",
     "KVShape",
     "KVStorage",
     "MemoryLimitError",

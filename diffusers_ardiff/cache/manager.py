@@ -10,6 +10,7 @@ import torch
 from ..validation import check_int
 from .allocator import PageAllocator
 from .branch import Branch
+from .float8 import UNSCALED, KVScales
 from .ledger import PageHold, PageLedger
 from .plan import KVShape, MemoryPlan, SideState, plan_memory
 from .ring import RingGeometry, RingState
@@ -26,7 +27,8 @@ class KVManager:
         geometry: window policy of every branch of this pool.
         kv_shape: layers, heads, head size and bytes an element.
         max_sessions, branches_per_session: how many branches the pool holds; a fork takes as many as its parent.
-        dtype, device: of the pools.
+        dtype, device: of the pools; float8_e4m3fn takes half the bytes of bfloat16.
+        scales: of the values in a float8 pool.
         limit_bytes: refuse to allocate if the plan is larger; None: no limit.
         side_state: bytes of a session beside its pages, counted in the plan.
         shuffle_seed: hand out pages in a seeded random order (tests of fragmented pools).
@@ -36,7 +38,7 @@ class KVManager:
             least recently used idle sessions; each has to be onloaded before its next forward.
 
     Raises:
-        ValueError: unknown ``evict``.
+        ValueError: unknown ``evict``, or scales of another pool than a float8 one.
         MemoryLimitError: before anything is allocated.
     """
 
@@ -49,6 +51,7 @@ class KVManager:
         branches_per_session: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        scales: KVScales = UNSCALED,
         limit_bytes: int | None = None,
         side_state: SideState | None = None,
         shuffle_seed: int | None = None,
@@ -58,6 +61,7 @@ class KVManager:
     ) -> None:
         if evict not in ("offload", None):
             raise ValueError(f'evict must be "offload" or None, got {evict!r}.')
+        scales.check_dtype(dtype)
         self.evict = evict
         self.backend = backend
         self.write = write
@@ -80,8 +84,8 @@ class KVManager:
             page_size=geometry.page_size,
             dtype=dtype,
             device=device,
-            num_staging_rows=num_staging_rows,
-            staging_len=geometry.max_seq_len,
+            scales=scales,
+            staging=(num_staging_rows, geometry.max_seq_len),
         )
         self._sessions: dict[int, Session] = {}
         self._next_session_id = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..rope import Rotary, apply_rotary
+from .float8 import FLOAT8, as_bytes, store_as
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,13 @@ class SinkKeys:
 
 
 def turn_keys(pools: list[torch.Tensor], rows: slice | torch.Tensor, written: SinkKeys, rotary: Rotary | None) -> None:
-    """Overwrite the sink's rows of every key pool with the written keys, turned by ``rotary`` (None: as written)."""
+    """Overwrite the sink's rows of every key pool with the written keys, turned by ``rotary`` (None: as written).
+
+    Of a float8 pool the stored values are turned: the scale is the same before and after.
+    """
     for pool, keys in zip(pools, written.written, strict=True):
         keys = keys.to(pool.device)
-        pool[rows] = keys if rotary is None else apply_rotary(keys[None], *rotary)[0]
+        if rotary is not None:
+            wide = keys.float() if keys.dtype == FLOAT8 else keys
+            keys = store_as(apply_rotary(wide[None], *rotary)[0], pool.dtype, 1.0)
+        as_bytes(pool)[rows] = as_bytes(keys)

@@ -14,6 +14,7 @@ import torch
 from ..rope import Rotary
 from ..transfer import download, upload
 from .allocator import PageRun
+from .float8 import FLOAT8, UNSCALED, KVScales, as_bytes
 from .plan import KVShape
 from .ring import FlushMove
 from .sink import SinkKeys, turn_keys
@@ -49,10 +50,12 @@ class KVStorage:
         shape: layers, heads and head size.
         num_pages, page_size: pool size.
         dtype, device: of the pools; ``dtype`` is the K/V dtype, independent of the model's.
-        num_staging_rows, staging_len: staging for that many fragmented branches of that many tokens; 0: none.
+        scales: of the values in a float8 pool.
+        staging: (rows, tokens a row) for fragmented branches; no rows: none.
 
     Raises:
-        ValueError: ``dtype`` does not have ``shape.itemsize`` bytes.
+        ValueError: ``dtype`` does not have ``shape.itemsize`` bytes, or has one byte and is not float8_e4m3fn; scales of
+            another pool than a float8 one.
     """
 
     def __init__(
@@ -63,12 +66,16 @@ class KVStorage:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        num_staging_rows: int = 0,
-        staging_len: int = 0,
+        scales: KVScales = UNSCALED,
+        staging: tuple[int, int] = (0, 0),
     ) -> None:
         if dtype.itemsize != shape.itemsize:
             raise ValueError(f"the plan counts {shape.itemsize} bytes an element, {dtype} has {dtype.itemsize}.")
+        if dtype.itemsize == 1 and dtype != FLOAT8:
+            raise ValueError(f"the only dtype of one byte for keys and values is {FLOAT8}, got {dtype}.")
+        scales.check_dtype(dtype)
         self.shape = shape
+        self.scales = scales
         self.page_size = page_size
         self.num_pages = num_pages
         size = (num_pages * page_size, shape.num_heads, shape.head_dim)
@@ -78,8 +85,8 @@ class KVStorage:
         self._tables: weakref.WeakKeyDictionary[PageRun, torch.Tensor] = weakref.WeakKeyDictionary()
         self.layer_indices = [torch.tensor(layer) for layer in range(shape.num_layers)]
         self.staging: StagingPools | None = None
-        if num_staging_rows > 0:
-            self.staging = StagingPools(self.key_pools, num_rows=num_staging_rows, row_len=staging_len)
+        if staging[0] > 0:
+            self.staging = StagingPools(self.key_pools, num_rows=staging[0], row_len=staging[1])
 
     @property
     def device(self) -> torch.device:
@@ -96,6 +103,11 @@ class KVStorage:
         """Bytes allocated for pages and staging."""
         staging = self.staging.num_bytes if self.staging is not None else 0
         return staging + sum(pool.numel() * pool.element_size() for pool in (*self.key_pools, *self.value_pools))
+
+    @property
+    def _all_pools(self) -> list[torch.Tensor]:
+        """K of each layer, then V of each layer, in a form that torch moves by index."""
+        return [as_bytes(pool) for pool in (*self.key_pools, *self.value_pools)]
 
     def table(self, run: PageRun) -> torch.Tensor:
         """Page ids of a run in storage order (int64, CPU), made once a run."""
@@ -114,7 +126,7 @@ class KVStorage:
             return
         sources = self.slots(torch.tensor(move.sources), run).to(self.device)
         targets = self.slots(torch.tensor(move.targets), run).to(self.device)
-        for pool in (*self.key_pools, *self.value_pools):
+        for pool in self._all_pools:
             pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     def _rows(self, run: PageRun, num_tokens: int) -> slice | torch.Tensor:
@@ -132,7 +144,7 @@ class KVStorage:
         if num_tokens == 0:
             return
         source_rows, target_rows = self._rows(source, num_tokens), self._rows(target, num_tokens)
-        for pool in (*self.key_pools, *self.value_pools):
+        for pool in self._all_pools:
             pool[target_rows] = pool[source_rows]
         self.num_copied_runs += 1
 
@@ -143,19 +155,23 @@ class KVStorage:
         """
         rows = self._rows(run, num_tokens)
         if not sink.written:
-            sink = replace(sink, written=tuple(pool[rows].clone() for pool in self.key_pools))
+            written = (as_bytes(pool)[rows].clone().view(pool.dtype) for pool in self.key_pools)
+            sink = replace(sink, written=tuple(written))
         turn_keys(self.key_pools, rows, sink, rotary)
         return sink
 
     def read(self, run: PageRun, num_tokens: int) -> list[torch.Tensor]:
-        """The first ``num_tokens`` storage indices in host memory: K of each layer, then V of each layer."""
+        """The first ``num_tokens`` storage indices in host memory: K of each layer, then V of each layer.
+
+        A float8 pool's are its bytes (uint8).
+        """
         rows = self._rows(run, num_tokens)
-        return [download(pool[rows]) for pool in (*self.key_pools, *self.value_pools)]
+        return [download(pool[rows]) for pool in self._all_pools]
 
     def write(self, run: PageRun, host: list[torch.Tensor]) -> None:
         """Put back what ``read`` returned, into any run of this pool."""
         rows = self._rows(run, host[0].shape[0])
-        for pool, tensor in zip((*self.key_pools, *self.value_pools), host, strict=True):
+        for pool, tensor in zip(self._all_pools, host, strict=True):
             pool[rows] = upload(tensor, self.device)
 
     def fill_(self, value: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
-from ..cache import KVManager
+from ..cache import KVManager, KVScales
 from ..recipes import RECIPE_FIELDS, Recipe
 from ..validation import check_int
 from .control import MAX_PENDING_EVENTS
@@ -37,7 +37,9 @@ class CacheOptions:
 
     Args:
         page_size: slots a page; None: 16 if the attention backend accepts it, else the smallest it does.
-        kv_dtype: dtype of keys and values; None: the transformer's.
+        kv_dtype: dtype of keys and values; None: the transformer's. torch.float8_e4m3fn takes half the bytes of bfloat16, at
+            an error that is yours to accept (docs/speed.md).
+        kv_scales: of the values in a float8 pool.
         backend: attention backend by name; None: chosen by capability and measured order.
         write: who normalises, rotates and writes, "fused" or "torch"; None: the measured choice. See
             ``attach_paged_attention``.
@@ -47,6 +49,7 @@ class CacheOptions:
 
     page_size: int | None = None
     kv_dtype: torch.dtype | None = None
+    kv_scales: KVScales = KVScales()  # noqa: RUF009
     backend: str | None = None
     write: str | None = None
     limit_bytes: int | None = None
@@ -63,6 +66,7 @@ def cache_options(cache: CacheOptions | KVManager | None) -> CacheOptions:
         return CacheOptions(
             page_size=cache.geometry.page_size,
             kv_dtype=cache.storage.dtype,
+            kv_scales=cache.storage.scales,
             backend=cache.backend,
             write=cache.write,
         )

@@ -16,7 +16,7 @@ from ..attention import (
     select_backend,
     supported_kernel_block_sizes,
 )
-from ..cache import KVManager, KVShape, MemoryPlan, RingGeometry, SideState, plan_memory
+from ..cache import FLOAT8, KVManager, KVShape, MemoryPlan, RingGeometry, SideState, plan_memory
 from ..parallel import ParallelLayout
 from ..processors import TransformerGeometry
 from ..recipes import Recipe
@@ -115,6 +115,7 @@ class CachePlanner:
         """Window of one branch in tokens. Raises ValueError: a page size no backend accepts."""
         if self.options.backend is not None:
             get_backend(self.options.backend)
+        self.options.kv_scales.check_dtype(self.kv_dtype)
         page_size = self.page_size()
         select_backend(self._request(page_size), self.options.backend)
         return ring_geometry(self.recipe, self.tokens_per_frame, page_size)
@@ -180,7 +181,16 @@ class CachePlanner:
             return 0
         latents = self.shape.chunk(frames_in_forward(self.recipe))
         num_timesteps = latents[2] * self.tokens_per_frame if self.recipe.num_chunks_at_once > 1 else None
-        return -(-forward_bytes(self.transformer, latents, num_timesteps) // self.layout.ulysses_degree)
+        share = -(-forward_bytes(self.transformer, latents, num_timesteps) // self.layout.ulysses_degree)
+        return share + self._widened_bytes()
+
+    def _widened_bytes(self) -> int:
+        """Copy of one layer's window, of every row, that is made of a float8 pool where no kernel converts it on the way."""
+        if self.kv_dtype != FLOAT8 or self.backend_name() == "triton":
+            return 0
+        shape = self.kv_shape
+        token = 2 * shape.num_heads * shape.head_dim * self.transformer.dtype.itemsize
+        return self.shape.num_videos * self.ring().max_seq_len * token
 
     def backend_name(self) -> str:
         """The attention backend that the call's forwards will take. Raises ValueError: none can."""
@@ -195,6 +205,7 @@ class CachePlanner:
             branches_per_session=self.num_branches,
             dtype=self.kv_dtype,
             device=self.device,
+            scales=self.options.kv_scales,
             limit_bytes=self.options.limit_bytes,
             side_state=self.side_state(),
             shuffle_seed=self.options.shuffle_seed,

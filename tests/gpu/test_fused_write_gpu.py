@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from dense import relative_error
-from paged_cases import make_inputs, make_states
+from paged_cases import make_inputs, make_states, with_slots
 from rollouts import make_manager
 from tiny_wan import PagedRun, latents_of, text_of, tiny_transformer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from diffusers_ardiff.attention import QKNorm, WriteChoice, paged_norm_rope_write_attn, paged_write_attn
+from diffusers_ardiff.cache import FLOAT8, KVScales
+from diffusers_ardiff.cache.float8 import store_as
 from diffusers_ardiff.context import PagedForwardContext
 from diffusers_ardiff.processors import wan
 from diffusers_ardiff.rope import VideoRope, apply_rotary
@@ -19,6 +21,7 @@ from diffusers_ardiff.rope import VideoRope, apply_rotary
 pytestmark = pytest.mark.gpu
 
 LAYERS = 3
+NO_FLOAT8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
 TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 3e-2}
 
 
@@ -45,10 +48,12 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return calls
 
 
-def open_run(write: str | None, dtype: torch.dtype, **kwargs: object) -> PagedRun:
+def open_run(
+    write: str | None, dtype: torch.dtype, *, kv_dtype: torch.dtype | None = None, **kwargs: object
+) -> PagedRun:
     """A transformer of 2 heads of 64 and its sessions, sink 1 frame, window 4."""
     transformer = tiny_transformer(num_layers=LAYERS, attention_head_dim=64).to("cuda", dtype)
-    return PagedRun(transformer, 1, 4, write=write, device="cuda", dtype=dtype, **kwargs)
+    return PagedRun(transformer, 1, 4, write=write, device="cuda", dtype=kv_dtype or dtype, **kwargs)
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -73,6 +78,47 @@ def test_transformer_equals_torch(
         out = fused.forward(*arguments)
         assert out.isfinite().all()
         assert relative_error(out, plain.forward(*arguments)) < TOLERANCE[dtype]
+    assert len(fused_calls) == 6 * LAYERS
+
+
+@pytest.mark.skipif(NO_FLOAT8, reason="needs compute capability 8.9")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_float8_pool_bit_for_bit(dtype: torch.dtype) -> None:
+    """What the plain path stores: rounded to even, saturated, and NaN where the model made one."""
+    from diffusers_ardiff.attention.kernels.rope_write import rope_write
+
+    scales = KVScales(key=0.25, value=0.3)
+    inputs = with_slots(make_inputs([200, 200], heads=12, head_dim=128, dtype=FLOAT8, device="cuda"), 48)
+    query, keys, values = (part.clone() for part in make_states(2, 48, 12, 128, dtype=dtype, device="cuda"))
+    values[0, 0], values[0, 1], values[1, 2, 3], keys[1, 2] = 6e4, float("inf"), float("nan"), -6e4
+    rotary = VideoRope(head_dim=128)([list(range(8)), list(range(40, 48))], 2, 3, device="cuda")
+    rotated = rope_write(inputs, query, keys, values, rotary, scales)
+    assert torch.equal(rotated, apply_rotary(query, *rotary))
+    expected = (store_as(apply_rotary(keys, *rotary), FLOAT8, 0.25), store_as(values, FLOAT8, 0.3))
+    for pool, rows in zip(inputs[:2], expected, strict=True):
+        stored = pool.view(torch.uint8)[inputs.slot_mapping]
+        # Both signs of NaN are NaN.
+        assert torch.equal(*(torch.where((part & 127) == 127, 127, part) for part in (stored, rows.view(torch.uint8))))
+
+
+@pytest.mark.skipif(NO_FLOAT8, reason="needs compute capability 8.9")
+@pytest.mark.parametrize("shuffle_seed", [None, 3])
+def test_transformer_over_a_float8_pool(fused_calls: list, shuffle_seed: int | None) -> None:
+    """Fused and torch write the same stored values but where the norm's sum rounds another way."""
+    plain, fused, wide = (
+        open_run(write, dtype, kv_dtype=kv_dtype, shuffle_seed=shuffle_seed)
+        for write, dtype, kv_dtype in (
+            ("torch", torch.bfloat16, FLOAT8),
+            ("fused", torch.bfloat16, FLOAT8),
+            ("torch", torch.bfloat16, torch.bfloat16),
+        )
+    )
+    for chunk in range(6):
+        arguments = (latents_of(2, seed=chunk), 500, text_of())
+        out = fused.forward(*arguments)
+        assert out.isfinite().all()
+        assert relative_error(out, plain.forward(*arguments)) < 0.1
+        assert 0 < relative_error(out, wide.forward(*arguments)) < 0.3
     assert len(fused_calls) == 6 * LAYERS
 
 

@@ -1,4 +1,7 @@
-"""torch's scaled dot product attention on the contiguous view; staged or gathered copies where a run is fragmented."""
+"""torch's scaled dot product attention on the contiguous view; staged or gathered copies where a run is fragmented.
+
+A float8 window is widened to the query's dtype first: a copy that lives for one call, so for one layer at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...cache.float8 import FLOAT8
 from ...context import LaunchPlan, PagedLayerInputs
 from ..keys import dense_view, padded_gather, stage_rows
 from ..registry import AttentionBackend, register_backend
@@ -27,6 +31,7 @@ def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, soft
     stage_rows(inputs, plan)
     view = dense_view(inputs, plan)
     keys, values, mask = (*view, None) if view else padded_gather(inputs, plan)
+    keys, values = keys.to(query.dtype), values.to(query.dtype)
     if plan.mask is not None:
         mask = plan.mask.dense(query.device)[:, None]
     with _kernel_order(query.is_cuda):
@@ -51,7 +56,7 @@ BACKEND = register_backend(
         attend=attend,
         rank=100,
         device_types=frozenset({"cpu", "cuda"}),
-        dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
+        dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16, FLOAT8}),
         on_hip=True,
         masks=True,
     )

@@ -1,7 +1,8 @@
 """Flash attention through the block table in Triton, on CUDA and ROCm; triton is imported when it is first used.
 
 Lengths stay on the device, so one launch serves a filling window, rows of different length and a captured graph. A
-graph captured while every row was contiguous must be replayed with contiguous rows.
+graph captured while every row was contiguous must be replayed with contiguous rows. Float8 pools are converted in
+registers.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from functools import cache
 
 import torch
 
+from ...cache.float8 import FLOAT8
 from ...context import LaunchPlan, PagedLayerInputs
 from ..masked import attend_masked
-from ..registry import AttentionBackend, register_backend
+from ..registry import AttentionBackend, AttentionRequest, register_backend
 
 
 def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float) -> torch.Tensor:
@@ -45,19 +47,34 @@ def unavailable() -> str | None:
     return None
 
 
+def refuses(request: AttentionRequest) -> str | None:
+    """Why this device cannot convert a float8 pool; None: it can, or the pool is not float8."""
+    return no_float8(is_hip=request.is_hip) if request.dtype == FLOAT8 else None
+
+
+def no_float8(*, is_hip: bool) -> str | None:
+    """Why kernels can neither read nor write float8 pools here; None: they can, or there is no device to ask."""
+    if is_hip:
+        return "takes no float8 pool on ROCm"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        return f"takes a float8 pool on compute capability 8.9, this device has {torch.cuda.get_device_capability()}"
+    return None
+
+
 BACKEND = register_backend(
     AttentionBackend(
         name="triton",
         attend=attend,
         rank=110,
         device_types=frozenset({"cuda"}),
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, FLOAT8}),
         on_hip=True,
         page_multiple=16,
         head_dims=frozenset(range(1, 257)),
         masks=True,
         lse=True,
         device_lengths=True,
+        refuses=refuses,
         unavailable=unavailable,
     )
 )

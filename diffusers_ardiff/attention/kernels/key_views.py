@@ -23,7 +23,7 @@ def attend_keys(
 
     Args:
         query: (B, L, H, D).
-        keys, values: (B, N, H, D), tokens contiguous, rows at any one stride; one dtype with the query.
+        keys, values: (B, N, H, D), tokens contiguous, rows at any one stride; the query's dtype, or float8.
         causal: bottom-right aligned; N >= L then.
         softmax_scale: positive.
         config: tile sizes; None: chosen for the shapes and the device.

@@ -10,6 +10,7 @@ weight of 0 times NaN in an unwritten slot is NaN.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,11 +18,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...cache.float8 import FLOAT8
 from ...context import PagedLayerInputs
 from .steps import diagonal_tiles, load_rows, page_ids, softmax_step
 from .tiles import MERGE_ROWS, AttentionConfig, choose_config
 
 LOG2_E = 1.4426950408889634
+WIDE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 class AttentionResult(NamedTuple):
@@ -59,7 +62,7 @@ def attend_kernel(
     """Grid (query tiles, splits, R * H).
 
     Args:
-        query: (R, L, H, D). key_pool, value_pool: (slots, H, D), all contiguous.
+        query: (R, L, H, D). key_pool, value_pool: (slots, H, D), all contiguous; float8 becomes the query's dtype.
         key_tiles, value_tiles: tensor descriptors of the pools as (slots, H * D), or None: plain loads.
         out: (R, L, H, D), or PARTIAL: (S, R, L, H, D) float32.
         lse: (R, H, L) float32, or PARTIAL: (S, R, L, H) in base 2, or None.
@@ -114,6 +117,7 @@ def attend_kernel(
                 pages = page_ids(table, start + BLOCK_N, length, PAGE_SIZE, BLOCK_N)
             k = load_rows(keys, slots, slots, SLOT_STRIDE, HEAD_DIM, BLOCK_D, False)
             v = load_rows(values, slots, slots, SLOT_STRIDE, HEAD_DIM, BLOCK_D, False)
+            k, v = k.to(q.dtype), v.to(q.dtype)
         else:
             k = key_tiles.load([base + start, head * HEAD_DIM])
             v = value_tiles.load([base + start, head * HEAD_DIM])
@@ -130,6 +134,7 @@ def attend_kernel(
         valid = whole + ahead < last
         k = load_rows(keys, slots, valid, SLOT_STRIDE, HEAD_DIM, BLOCK_D, True)
         v = load_rows(values, slots, valid, SLOT_STRIDE, HEAD_DIM, BLOCK_D, True)
+        k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.where(valid[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
         acc, total, top = softmax_step(scores, v, acc, total, top, scale_log2)
 
@@ -209,7 +214,7 @@ def attend_pages(
     """Attend over each row's first ``seq_lens`` storage indices; reads no device tensor on the host.
 
     Args:
-        query: (R, L, H, D) in the pools' dtype.
+        query: (R, L, H, D) in the pools' dtype; float32, bfloat16 or float16 over float8 pools.
         inputs: pools, block table and lengths of one layer. A row of length 0 gives zeros and a log-sum-exp of -inf.
         page_size: slots a page.
         softmax_scale: positive.
@@ -229,6 +234,9 @@ def attend_pages(
     if config is None:
         num_keys = inputs.block_table.shape[1] * page_size
         config = choose_config(query.shape, query.dtype, query.device, num_keys=num_keys, contiguous=contiguous)
+    if inputs.key_pool.dtype == FLOAT8:
+        # Tiles that the copy engine brings go to the product as they are.
+        config = replace(config, descriptors=False)
     query = query.contiguous()
     out = torch.empty_like(query)
     lse = query.new_empty((rows, heads, num_queries), dtype=torch.float32) if with_lse else None
@@ -277,10 +285,12 @@ def attend_pages(
 
 def _check(query: torch.Tensor, inputs: PagedLayerInputs, softmax_scale: float) -> None:
     pools = (inputs.key_pool, inputs.value_pool)
-    if query.dim() != 4 or any(pool.shape[1:] != query.shape[2:] or pool.dtype != query.dtype for pool in pools):
+    dtypes = {query.dtype, FLOAT8} if query.dtype in WIDE_DTYPES else {query.dtype} - {FLOAT8}
+    has_fit = pools[0].dtype == pools[1].dtype and pools[0].dtype in dtypes
+    if query.dim() != 4 or not has_fit or any(pool.shape[1:] != query.shape[2:] for pool in pools):
         raise ValueError(
             f"query {tuple(query.shape)} {query.dtype} does not fit pools of {tuple(pools[0].shape)} and "
-            f"{tuple(pools[1].shape)} {pools[0].dtype}: (R, L, H, D) and (slots, H, D) of one dtype are needed."
+            f"{tuple(pools[1].shape)} {pools[0].dtype}: (R, L, H, D) and (slots, H, D) of one dtype are needed, or float8 pools."
         )
     if not all(pool.is_contiguous() for pool in pools):
         raise ValueError("the key and value pools must be contiguous.")

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...cache.float8 import FLOAT8, FLOAT8_MAX, UNSCALED, KVScales
 from ...context import PagedLayerInputs
 from ...rope import Rotary
 from ..writing import FUSED_DTYPES, QKNorm
@@ -40,6 +41,12 @@ def _rotated(
 
 
 @triton.jit
+def _saturated(states: tl.tensor, factor: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """``states * factor`` in float32, within what float8 holds; NaN stays NaN."""
+    return tl.clamp(states.to(tl.float32) * factor, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def rope_write_kernel(
     query: tl.tensor,
     keys: tl.tensor,
@@ -61,12 +68,16 @@ def rope_write_kernel(
     value_token: tl.tensor,
     slot_row: tl.tensor,
     angle_row: tl.tensor,
+    key_factor: tl.tensor,
+    value_factor: tl.tensor,
+    LARGEST: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid (L, R). ``*_row``, ``*_token`` are strides in elements; weights None: no norm.
+    """Grid (L, R). ``*_row``, ``*_token`` are strides in elements; weights None: no norm. LARGEST: of a float8 pool,
+    whose values are multiplied by their factor; None: any other pool.
 
     Args:
         query, keys, values: (R, L, H, D) with heads side by side. rotated_query: (R, L, H, D), contiguous.
@@ -95,6 +106,8 @@ def rope_write_kernel(
     k = _rotated(k, cosine, sine, BLOCK_H, BLOCK_D)
 
     tl.store(rotated_query + (row * tl.num_programs(0) + token) * DIM + offsets, q, mask=inside)
+    if LARGEST is not None:
+        k, v = _saturated(k, key_factor, LARGEST), _saturated(v, value_factor, LARGEST)
     slot = tl.load(slot_mapping + row * slot_row + token)
     written = inside & (tl.zeros_like(offsets) + slot >= 0)
     tl.store(key_pool + slot * DIM + offsets, k.to(key_pool.dtype.element_ty), mask=written)
@@ -102,7 +115,12 @@ def rope_write_kernel(
 
 
 def rope_write(
-    inputs: PagedLayerInputs, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rotary: Rotary
+    inputs: PagedLayerInputs,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotary: Rotary,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """Rotate ``query`` and ``keys``; write keys and values into the slots of the forward's tokens.
 
@@ -110,13 +128,14 @@ def rope_write(
         inputs: pools and slots of one layer; the pools change.
         query, keys, values: (R, L, H, D) of one dtype, queries and keys after their norms.
         rotary: cos and sin, (1 or R, L, 1, D) float32.
+        scales: of float8 pools.
 
     Returns: rotated queries (R, L, H, D), contiguous.
 
     Raises:
         ValueError: the shapes do not fit each other.
     """
-    return _launch(inputs, (query, keys, values), rotary, None)
+    return _launch(inputs, (query, keys, values), rotary, None, scales)
 
 
 def norm_rope_write(
@@ -126,13 +145,14 @@ def norm_rope_write(
     values: torch.Tensor,
     rotary: Rotary,
     norm: QKNorm,
+    scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """``rope_write`` of queries and keys that are normalised across heads first."""
-    return _launch(inputs, (query, keys, values), rotary, norm)
+    return _launch(inputs, (query, keys, values), rotary, norm, scales)
 
 
 def _launch(
-    inputs: PagedLayerInputs, states: tuple[torch.Tensor, ...], rotary: Rotary, norm: QKNorm | None
+    inputs: PagedLayerInputs, states: tuple[torch.Tensor, ...], rotary: Rotary, norm: QKNorm | None, scales: KVScales
 ) -> torch.Tensor:
     _check(inputs, states, rotary, norm)
     rows, num_tokens, heads, head_dim = states[0].shape
@@ -155,6 +175,9 @@ def _launch(
             *(stride for tensor in (query, keys, values) for stride in tensor.stride()[:2]),
             inputs.slot_mapping.stride(0),
             cos.stride(0) if cos.shape[0] > 1 else 0,
+            1.0 / scales.key,
+            1.0 / scales.value,
+            LARGEST=FLOAT8_MAX if inputs.key_pool.dtype == FLOAT8 else None,
             NUM_HEADS=heads,
             HEAD_DIM=head_dim,
             BLOCK_H=block_h,

@@ -76,6 +76,7 @@ def diagonal_tiles(
         slots, valid = index.to(tl.int64), index < last
         k = load_rows(keys, slots, valid, SLOT_STRIDE, HEAD_DIM, BLOCK_D, True)
         v = load_rows(values, slots, valid, SLOT_STRIDE, HEAD_DIM, BLOCK_D, True)
+        k, v = k.to(q.dtype), v.to(q.dtype)
         visible = index[None, :] < visible_ends[:, None]
         scores = tl.where(visible, tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
         acc, total, top = softmax_step(scores, v, acc, total, top, scale_log2)
