@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from dense import relative_error
 from live_streams import NEW, OLD, stream_of, take
 from recorders import FunctionRecorder
 from tiny_components import QUICK, RECIPE, make_pipeline, random_embeds, record_pools
 
-from diffusers_ardiff import ARDiffusionPipeline, CacheOptions
+from diffusers_ardiff import ARDiffusionPipeline, CacheOptions, Recipe
 from diffusers_ardiff.pipelines.denoise import FrameStep
 from diffusers_ardiff.pipelines.warmup import WarmupReport, run_warmup
 
@@ -297,3 +298,84 @@ class TestRefusals:
         pipe.transformer.enable_cache(FirstBlockCacheConfig())
         with pytest.raises(RuntimeError, match="enable_cache"):
             warm_up(pipe)
+
+
+@pytest.fixture(scope="module")
+def recache_pipe() -> ARDiffusionPipeline:
+    pipe = make_pipeline(QUICK)
+    report = warm_up(pipe, recache=True)
+    # At 3 frames it has the shape and length of the first chunk; then 6 frames, and the window of 5 ever after.
+    assert report.num_graphs == FILL_LEVELS + 2
+    return pipe
+
+
+class TestRecache:
+    """Prompt switches whose recache was warmed up too."""
+
+    @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 6])
+    def test_every_fill_level_is_replayed(self, recache_pipe: ARDiffusionPipeline, num_chunks: int) -> None:
+        """Positions, slots and text of the recache are its own; a stale one would change what follows."""
+        pipe, num_graphs = recache_pipe, len(recache_pipe._warm.graphs)
+        with stream_of(pipe) as stream, stream_of(make_pipeline(QUICK)) as plain:
+            for one in (stream, plain):
+                take(one, num_chunks)
+            before = replays(pipe)
+            for one in (stream, plain):
+                one.switch_prompt(prompt_embeds=NEW, mode="recache")
+            assert replays(pipe) == before + 2, "the commit that was due, and the recache"
+            latents, expected = take(stream, 3), take(plain, 3)
+        assert torch.equal(latents, expected)
+        assert len(pipe._warm.graphs) == num_graphs, "nothing is captured after the warm-up"
+
+    def test_one_switch_after_the_other(self, recache_pipe: ARDiffusionPipeline) -> None:
+        with stream_of(recache_pipe) as stream, stream_of(make_pipeline(QUICK)) as plain:
+            for one in (stream, plain):
+                take(one, 4)
+                one.switch_prompt(prompt_embeds=NEW, mode="recache")
+                one.switch_prompt(prompt_embeds=OLD, mode="recache")
+            assert torch.equal(take(stream, 2), take(plain, 2))
+
+    def test_both_branches(self) -> None:
+        pipe = make_pipeline(QUICK)
+        assert warm_up(pipe, guided=True, recache=True).num_graphs == 2 * (FILL_LEVELS + 2)
+        call = {"negative_prompt_embeds": NEW, "guidance_scale": 3.0}
+        with stream_of(pipe, **call) as stream, stream_of(make_pipeline(QUICK), **call) as plain:
+            for one in (stream, plain):
+                take(one, 4)
+                one.switch_prompt(prompt_embeds=NEW, negative_prompt_embeds=OLD, mode="recache")
+            assert torch.equal(take(stream, 2), take(plain, 2))
+        assert replays(pipe) == 2 * (4 * 2 + 4 + 1 + 2 * 2 + 1)
+
+    def test_beside_merged_commits(self) -> None:
+        pipe = make_pipeline(QUICK)
+        warm_up(pipe, merge_commits=True, recache=True)
+        with stream_of(pipe, merge_commits=True) as stream, stream_of(make_pipeline(QUICK)) as plain:
+            for one in (stream, plain):
+                take(one, 4)
+            before, num_graphs = replays(pipe), len(pipe._warm.graphs)
+            for one in (stream, plain):
+                one.switch_prompt(prompt_embeds=NEW, mode="recache")
+            assert replays(pipe) == before + 2
+            assert relative_error(take(stream, 3), take(plain, 3)) < 1e-4
+            assert len(pipe._warm.graphs) == num_graphs
+
+    @pytest.mark.parametrize(
+        "recipe",
+        [
+            RECIPE.replace(num_window_frames=None, num_sink_frames=0, max_latent_frames=9),
+            QUICK.replace(rope_policy="relative"),
+            QUICK.replace(rope_policy="capped", rope_limit_frames=8),
+        ],
+        ids=["full history", "relative", "capped"],
+    )
+    def test_recipes(self, recipe: Recipe) -> None:
+        pipe = make_pipeline(recipe)
+        warm_up(pipe, recache=True)
+        with stream_of(pipe) as stream, stream_of(make_pipeline(recipe)) as plain:
+            for one in (stream, plain):
+                take(one, 2)
+            before = replays(pipe)
+            for one in (stream, plain):
+                one.switch_prompt(prompt_embeds=NEW, mode="recache")
+            assert replays(pipe) == before + 2
+            assert torch.equal(take(stream, 1), take(plain, 1))

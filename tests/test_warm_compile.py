@@ -70,6 +70,21 @@ def test_the_chunks_after_the_warmup_run_compiled() -> None:
         assert calls == 2 * 6, "a commit; the recache has another shape"
 
 
+def test_recaches_that_were_warmed_up_compile_nothing_and_run_compiled() -> None:
+    """Three shapes: the chunk's, 6 frames while the window fills, its 5 frames ever after."""
+    pipe, counting = make_pipeline(QUICK), CountingBackend("eager")
+    report = pipe.warmup(compile={"backend": counting}, cuda_graphs=False, recache=True)
+    assert report.num_compiled_shapes == len(counting.graphs) == 3
+    with (
+        torch._dynamo.config.patch(error_on_recompile=True),
+        stream_of(pipe) as stream,
+        stream_of(make_pipeline(QUICK)) as plain,
+    ):
+        assert relative_error(switch_every_way(stream), switch_every_way(plain)) < 1e-4
+    assert len(counting.graphs) == counters["stats"]["unique_graphs"] == 3
+    assert sum(counters["graph_break"].values()) == 0
+
+
 def test_guidance_and_batches_are_one_graph() -> None:
     pipe, counting = warm_pipeline(guided=True, num_videos=2)
     call = {"prompt_embeds": random_embeds(1, rows=2), "negative_prompt_embeds": NEW, "guidance_scale": 3.0}

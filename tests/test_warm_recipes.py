@@ -152,3 +152,16 @@ class TestJoint:
         assert [stream.rollout.sessions[0].branch().committed_tokens for stream in batch.streams] == [9 * 6] * 2
         for number, expected in enumerate(self.expected(QUICK, 0, 4)):
             assert relative_error(torch.cat([row[number].latents for row in chunks], dim=2), expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["recompute", "rolling"])
+def test_warmed_up_recaches_of_other_context_modes(name: str) -> None:
+    pipe = warm_pipeline(RECIPES[name], recache=True)
+    num_graphs = len(pipe._warm.graphs)
+    with stream_of(pipe) as stream, stream_of(make_pipeline(RECIPES[name])) as plain:
+        for num_chunks in (2, 3, 2):
+            assert torch.equal(take(stream, num_chunks), take(plain, num_chunks))
+            for one in (stream, plain):
+                one.switch_prompt(prompt_embeds=NEW, mode="recache")
+        assert torch.equal(take(stream, 2), take(plain, 2))
+    assert len(pipe._warm.graphs) == num_graphs

@@ -20,12 +20,11 @@ from ..processors import PagedAttachment
 from .forwards import ForwardRunner
 from .inputs import CacheOptions
 from .memory import CachePlanner
-from .window import LatentShape, kept_frames
+from .warm_stream import run_chunks, run_recaches
+from .window import LatentShape
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
-
-RECOMPILE_LIMIT = 256
 
 CompileOptions = bool | Mapping[str, Any]
 """True: diffusers' ``compile_repeated_blocks`` with fixed shapes; a mapping: more arguments for it, such as ``mode``."""
@@ -157,14 +156,15 @@ class WarmUp:
         *,
         compile: CompileOptions = True,
         cuda_graphs: bool = True,
+        recache: bool = False,
         **call: Any,
     ) -> WarmupReport:
         """Compile the transformer's blocks, capture whole forwards as CUDA graphs, and keep a pool for later calls.
 
         Calls and streams of the same size, window, number of videos and guidance then run in that pool, from their
         first chunk on as fast as later ones. Others work as before, in a pool of their own; so does a second stream at
-        the same time. A new warm-up replaces the last one. Text of another length, recaches and chunks of other sizes
-        (given images) run eagerly; ``control_hook`` calls that add arguments are not replayed. With ``decode`` (the
+        the same time. A new warm-up replaces the last one. Text of another length and chunks of other sizes (given
+        images) run eagerly, and so do recaches without ``recache``; ``control_hook`` calls that add arguments are not replayed. With ``decode`` (the
         default) the decoder runs too, and is compiled where ``set_decoder`` asks for it, as by ``warmup_decoder``.
 
         Args:
@@ -172,6 +172,8 @@ class WarmUp:
             compile: compile the blocks, for the shapes met here only; a mapping is handed on to
                 ``compile_repeated_blocks``.
             cuda_graphs: capture forwards; needs a CUDA device.
+            recache: also compile and capture the recache of a prompt switch, at every fill level of the window: one more
+                shape for each number of frames it rewrites.
             **call: ``recipe``, ``num_videos``, ``guided``, ``text_len``, ``decode``, ``cache`` (``CacheOptions``), as in
                 ``plan_memory``, and ``merge_commits`` as in a call.
 
@@ -189,7 +191,8 @@ class WarmUp:
                     "warmup(cuda_graphs=False)."
                 )
             recorder = CudaRecorder(device)
-        return run_warmup(cast("ARDiffusionPipeline", self), height, width, compile=compile, recorder=recorder, **call)
+        pipeline = cast("ARDiffusionPipeline", self)
+        return run_warmup(pipeline, height, width, compile=compile, recorder=recorder, recache=recache, **call)
 
     def cooldown(self) -> None:
         """Undo ``warmup``: free graphs and pool, run the blocks eagerly again. No-op where there is nothing to undo.
@@ -214,6 +217,7 @@ def run_warmup(
     compile: CompileOptions,
     recorder: Recorder | None,
     merge_commits: bool = False,
+    recache: bool = False,
     **call: Any,
 ) -> WarmupReport:
     """``WarmUp.warmup`` with any recorder; see there."""
@@ -239,7 +243,9 @@ def run_warmup(
             graphs=GraphSet(manager.storage, transformer, recorder) if recorder is not None else None,
         )
         pipeline._warm = warm
-        seconds = _run_stream(pipeline, planner, warm, merge_commits=merge_commits)
+        seconds = run_chunks(pipeline, planner, warm, merge_commits=merge_commits)
+        if recache:
+            run_recaches(pipeline, planner, warm)
     except BaseException:
         pipeline.cooldown()
         raise
@@ -262,59 +268,6 @@ def _warm_decoder(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> float
     shape, factor = planner.shape, pipeline.vae_scale_factor_spatial
     size = (shape.height * factor, shape.width * factor)
     return pipeline.warmup_decoder(*size, recipe=planner.recipe, num_videos=shape.num_videos)
-
-
-@torch.no_grad()
-def _run_stream(
-    pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, merge_commits: bool
-) -> tuple[float, ...]:
-    """Make chunks until the window is full and has been overwritten once; seconds of each."""
-    recipe, state = planner.recipe, pipeline.call_state
-    last_frame = kept_frames(recipe)
-    if recipe.num_window_frames is not None:
-        # A merged forward spans two chunks; both have to be steady once.
-        last_frame += recipe.chunk_frames * (2 if merge_commits else 1)
-    seconds: list[float] = []
-    warm.set_recording(True)
-    try:
-        call = _stream_call(pipeline, planner) | {"cache": warm.manager, "merge_commits": merge_commits}
-        # Shapes of earlier warm-ups count against dynamo's limit too.
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), pipeline.stream(**call) as stream:
-            while not seconds or stream.rollout.num_latent_frames + recipe.chunk_frames <= last_frame:
-                start = time.perf_counter()
-                next(stream)
-                # Commit included, so that the last one is captured too where commits are not merged.
-                if not merge_commits:
-                    stream.rollout.commit_held()
-                _wait_for(planner.device)
-                seconds.append(time.perf_counter() - start)
-    finally:
-        warm.set_recording(False)
-        pipeline.call_state = state
-    return tuple(seconds)
-
-
-def _stream_call(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> dict[str, Any]:
-    """Arguments of a stream of the planned size under a random prompt."""
-    shape, factor = planner.shape, pipeline.vae_scale_factor_spatial
-    noise = torch.Generator().manual_seed(0)  # of its own, so that the global one stays as it is
-    size = (shape.num_videos, planner.text_len, pipeline.transformer.config["text_dim"])
-    embeds = torch.randn(size, generator=noise).to(pipeline.transformer.dtype)
-    return {
-        "prompt_embeds": embeds,
-        "negative_prompt_embeds": embeds if planner.guided else None,
-        "height": shape.height * factor,
-        "width": shape.width * factor,
-        "recipe": planner.recipe,
-        "guidance_scale": 2.0 if planner.guided else 1.0,
-        "generator": noise,
-        "output_type": "latent" if planner.decoding is None else "pt",
-    }
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _compile_blocks(transformer: Any, options: Mapping[str, Any]) -> None:

@@ -75,6 +75,23 @@ def test_replayed_kernels_give_the_same_bits(eager_latents: torch.Tensor) -> Non
         assert torch.equal(switch_every_way(stream), switch_every_way(plain))
 
 
+def test_a_recache_is_replayed() -> None:
+    """While the window fills and in the steady state: the same bits as launched, nothing captured later."""
+    pipe = gpu_pipeline()
+    report = pipe.warmup(compile=False, recache=True)
+    assert report.num_graphs == 4
+    for num_chunks in (1, 2, 4):
+        with stream_of(pipe) as stream, stream_of(gpu_pipeline()) as plain:
+            for one in (stream, plain):
+                take(one, num_chunks)
+            before = replays(pipe)
+            for one in (stream, plain):
+                one.switch_prompt(prompt_embeds=NEW, mode="recache")
+            assert replays(pipe) == before + 2
+            assert torch.equal(take(stream, 2), take(plain, 2))
+    assert len(pipe._warm.graphs) == 4
+
+
 def test_compiled_blocks_agree_with_eager_ones_and_their_graphs_with_them(eager_latents: torch.Tensor) -> None:
     torch._dynamo.reset()
     pipe = gpu_pipeline()
