@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorders import FunctionRecorder
 from tiny_components import (
     PROMPT,
     QUICK,
@@ -23,6 +24,7 @@ from diffusers_ardiff import ARDiffusionPipeline, CacheOptions, MemoryLimitError
 from diffusers_ardiff.attention import get_backend, registry
 from diffusers_ardiff.cache import KVShape, RingGeometry, plan_memory
 from diffusers_ardiff.pipelines import ARStream
+from diffusers_ardiff.pipelines.warmup import run_warmup
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +121,38 @@ def test_nothing_is_decoded_for_latents(pipe: ARDiffusionPipeline) -> None:
     with pipe.stream(PROMPT, output_type="latent") as stream:
         next(stream)
         assert stream.vae_state_bytes == 0
+
+
+class TestCapturedForwards:
+    """Captured forwards read text K/V at addresses of their own; the plan and the limit of a warm-up knew nothing of them."""
+
+    @pytest.mark.parametrize(
+        ("num_videos", "guided", "merge_commits"),
+        [(1, False, False), (2, False, False), (2, True, False), (1, False, True), (2, False, True)],
+    )
+    def test_plan_is_what_is_allocated(self, num_videos: int, guided: bool, merge_commits: bool) -> None:
+        pipe = make_pipeline(QUICK)
+        call = {"num_videos": num_videos, "guided": guided, "decode": False, "merge_commits": merge_commits}
+        plan = pipe.plan_memory(cuda_graphs=True, **call)
+        report = run_warmup(pipe, None, None, compile=False, recorder=FunctionRecorder(), recache=True, **call)
+        fixed = [text.text for text in pipe._warm.graphs._texts.values()]
+        held = bytes_of([t for text in fixed for layer in text.layers for t in layer if t is not None])
+        assert num_videos * plan.replay_text_bytes == held == report.text_bytes == pipe.warm_text_bytes > 0
+        assert plan.total_bytes - pipe.plan_memory(**call).total_bytes == held
+        assert "text K/V of captured forwards" in str(plan) and "their text" in str(report)
+        pipe.cooldown()
+        assert pipe.warm_text_bytes == 0
+
+    def test_limit(self) -> None:
+        """A warm-up took twice the text's bytes where the limit allowed them once."""
+        pipe = make_pipeline(QUICK)
+        needed = pipe.plan_memory(cuda_graphs=True).total_bytes
+        with record_pools() as pools, pytest.raises(MemoryLimitError, match=f"need {needed:,} bytes"):
+            options = CacheOptions(limit_bytes=needed - 1)
+            run_warmup(pipe, None, None, compile=False, recorder=FunctionRecorder(), cache=options)
+        assert not pools and pipe._warm is None
+        run_warmup(pipe, None, None, compile=False, recorder=None, cache=options)
+        assert pipe.warm_text_bytes == 0
 
 
 class TestLimit:

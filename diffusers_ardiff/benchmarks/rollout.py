@@ -101,11 +101,11 @@ def measure_rollout(pipeline: ARDiffusionPipeline, settings: RolloutSettings | N
     device = pipeline._execution_device
     embeds = random_embeds(pipeline, device)
     planner = pipeline.plan_cache(**_plan_arguments(settings, recipe))
-    plan = planner.plan(with_work=True)
+    plan = planner.plan(with_work=True, num_replay_texts=1 if pipeline.warm_text_bytes else 0)
     warm = pipeline.warm_pool(planner)
     weights = _allocated(device)
     if weights is not None and warm is not None:
-        weights -= warm.storage.num_bytes
+        weights -= warm.storage.num_bytes + pipeline.warm_text_bytes
     began = time.perf_counter()
     manager = warm if warm is not None else planner.build()
     with pipeline.stream(

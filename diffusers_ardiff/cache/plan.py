@@ -47,7 +47,8 @@ class MemoryPlan:
 
     ``staging_bytes`` is counted where a branch's pages are known to be fragmented (a shuffled pool): the gathered
     copy of the window that dense kernels read. ``sink_bytes`` is counted where the RoPE policy turns the sink's keys: a
-    copy of them as they were written.
+    copy of them as they were written. ``replay_text_bytes`` is counted where it is asked for: the text K/V at fixed
+    addresses that captured forwards read, from a warm-up with CUDA graphs on.
     """
 
     num_sessions: int
@@ -59,6 +60,7 @@ class MemoryPlan:
     latent_bytes: int
     staging_bytes: int = 0
     sink_bytes: int = 0
+    replay_text_bytes: int = 0
     forward_bytes: int = 0
     decode_bytes: int = 0
     overlapped: bool = False
@@ -72,7 +74,7 @@ class MemoryPlan:
     def bytes_per_session(self) -> int:
         """All that one session holds."""
         state = self.text_bytes + self.vae_state_bytes + self.latent_bytes
-        return self.pool_bytes + state + self.staging_bytes + self.sink_bytes
+        return self.pool_bytes + state + self.staging_bytes + self.sink_bytes + self.replay_text_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -98,6 +100,7 @@ class MemoryPlan:
             "clean latents": self.latent_bytes,
             "staging": self.staging_bytes,
             "sink keys": self.sink_bytes,
+            "text K/V of captured forwards": self.replay_text_bytes,
         }
         listed = ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in parts.items() if size)
         return (
@@ -124,7 +127,8 @@ class MemoryPlan:
                 f"{self.num_sessions} session(s) with {self.num_branches} branch(es) need {self.total_bytes:,} bytes, "
                 f"{limit_bytes:,} are allowed. One session: K/V pages {self.pool_bytes:,}, text K/V "
                 f"{self.text_bytes:,}, VAE state {self.vae_state_bytes:,}, clean latents {self.latent_bytes:,}, "
-                f"staging {self.staging_bytes:,}, sink keys {self.sink_bytes:,}. Use a smaller window, fewer prompts or a smaller frame."
+                f"staging {self.staging_bytes:,}, sink keys {self.sink_bytes:,}, text K/V of captured forwards "
+                f"{self.replay_text_bytes:,}. Use a smaller window, fewer prompts or a smaller frame."
             )
 
 

@@ -24,7 +24,7 @@ from .decoding import DecoderSettings
 from .hook import ControlHook
 from .inputs import CacheOptions, CallArguments, cache_options, call_arguments, check_recipe_fields, check_size
 from .live import Inbox
-from .memory import CachePlanner
+from .memory import CachePlanner, count_replay_texts
 from .opening import check_call, open_stream
 from .output import ARDiffusionPipelineOutput
 from .parallel import Parallelism
@@ -107,23 +107,34 @@ class ARDiffusionPipeline(
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def plan_memory(self, height: int | None = None, width: int | None = None, **call: Any) -> MemoryPlan:
+    def plan_memory(
+        self,
+        height: int | None = None,
+        width: int | None = None,
+        *,
+        cuda_graphs: bool = False,
+        merge_commits: bool = False,
+        **call: Any,
+    ) -> MemoryPlan:
         """Bytes that a call would allocate, before anything is.
 
         Args:
             height, width: pixels; None: the recipe's.
+            cuda_graphs: count what ``warmup`` with CUDA graphs keeps until ``cooldown``, its pool being the call's.
+            merge_commits: whether that warm-up merges commits.
             **call: ``num_videos``, ``guided``, ``recipe``, ``text_len``, ``decode``, ``cache`` (``CacheOptions``).
 
         Raises:
             ValueError: bad size.
             MemoryLimitError: more than ``CacheOptions.limit_bytes``.
         """
-        return self.plan_cache(height, width, **call).plan(with_work=True)
+        copies = count_replay_texts(merge_commits=merge_commits) if cuda_graphs else 0
+        return self.plan_cache(height, width, **call).plan(with_work=True, num_replay_texts=copies)
 
     def create_cache(self, height: int | None = None, width: int | None = None, **call: Any) -> KVManager:
         """Allocate a pool for ``num_videos`` videos at a time, to share between streams (``cache=`` of a call).
 
-        Takes the arguments of ``plan_memory`` and raises like it.
+        Takes the ``**call`` arguments of ``plan_memory`` and raises like it.
         """
         return self.plan_cache(height, width, **call).build()
 

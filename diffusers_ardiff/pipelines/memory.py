@@ -26,6 +26,11 @@ from .window import LatentShape, frames_in_forward, latent_frames_in_memory, rin
 from .work_memory import forward_bytes
 
 
+def count_replay_texts(*, merge_commits: bool) -> int:
+    """Copies of the text K/V that forwards captured in a warm-up read: one, and two more in one for merged forwards."""
+    return 3 if merge_commits else 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class CachePlanner:
     """Everything about a call that decides what will be allocated for it.
@@ -142,11 +147,12 @@ class CachePlanner:
             return 0
         return self.num_branches * self.ring().sink_tokens * self.kv_shape.bytes_per_token // 2
 
-    def plan(self, *, with_work: bool = False) -> MemoryPlan:
+    def plan(self, *, with_work: bool = False, num_replay_texts: int = 0) -> MemoryPlan:
         """What the call's sessions will allocate.
 
         Args:
             with_work: estimate the working memory of forwards and decoding too.
+            num_replay_texts: copies of the text K/V that captured forwards keep; see ``count_replay_texts``.
 
         Raises:
             MemoryLimitError: more than ``options.limit_bytes``.
@@ -159,9 +165,17 @@ class CachePlanner:
             side_state=self.side_state(),
             fragmented=self.options.shuffle_seed is not None,
         )
+        plan = dataclasses.replace(plan, replay_text_bytes=num_replay_texts * plan.text_bytes)
         if self.layout.is_decoder:
             plan = dataclasses.replace(
-                plan, pages_per_branch=0, pool_bytes=0, text_bytes=0, latent_bytes=0, staging_bytes=0, sink_bytes=0
+                plan,
+                pages_per_branch=0,
+                pool_bytes=0,
+                text_bytes=0,
+                latent_bytes=0,
+                staging_bytes=0,
+                sink_bytes=0,
+                replay_text_bytes=0,
             )
         plan.check_limit(self.options.limit_bytes)
         return self._with_work(plan) if with_work else plan

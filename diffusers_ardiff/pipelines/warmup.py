@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..cache import KVManager, RingGeometry
-from ..graphs import CompiledShapes, CudaRecorder, GraphSet, Recorder
+from ..graphs import CompiledShapes, GraphSet
 from ..processors import PagedAttachment
+from ..recording import CudaRecorder, Recorder
 from .forwards import ForwardRunner
 from .inputs import CacheOptions
-from .memory import CachePlanner
+from .memory import CachePlanner, count_replay_texts
 from .warm_stream import run_chunks, run_recaches
 from .window import LatentShape
 
@@ -41,6 +42,7 @@ class WarmupReport:
         num_compiled_shapes: shapes of forwards that run compiled from now on; others run eagerly.
         num_graphs: forwards captured, one a run of pages and fill level of the window.
         pool_bytes: K/V pool that stays allocated until ``cooldown``.
+        text_bytes: text K/V that captured forwards read, allocated as long.
         decoder_seconds: spent on compiling the decoder; 0 where ``set_decoder`` asked for none, or nothing is decoded.
     """
 
@@ -50,15 +52,17 @@ class WarmupReport:
     num_compiled_shapes: int
     num_graphs: int
     pool_bytes: int
+    text_bytes: int = 0
     decoder_seconds: float = 0.0
 
     def __str__(self) -> str:
+        text = f", their text {self.text_bytes / 2**30:.3f} GiB" if self.text_bytes else ""
         decoder = f", decoder compiled in {self.decoder_seconds:.1f} s" if self.decoder_seconds else ""
         return (
             f"warm after {self.total_seconds:.1f} s: {len(self.chunk_seconds)} chunks, the first in "
             f"{self.chunk_seconds[0]:.1f} s, the last in {self.chunk_seconds[-1]:.3f} s; {self.num_compiled_shapes} "
             f"shapes compiled, {self.num_graphs} forwards captured in {self.capture_seconds:.1f} s, pool "
-            f"{self.pool_bytes / 2**30:.3f} GiB{decoder}."
+            f"{self.pool_bytes / 2**30:.3f} GiB{text}{decoder}."
         )
 
 
@@ -204,6 +208,12 @@ class WarmUp:
             for block in warm.attachment.transformer.blocks:
                 block._compiled_call_impl = None
 
+    @property
+    def warm_text_bytes(self) -> int:
+        """Bytes of text K/V that captured forwards of the last warm-up keep."""
+        graphs = self._warm.graphs if self._warm is not None else None
+        return graphs.text_bytes if graphs is not None else 0
+
     def warm_pool(self, planner: CachePlanner) -> KVManager | None:
         """The pool of the last warm-up, if it serves such a call and has room for it now."""
         return self._warm.pool_for(planner) if self._warm is not None else None
@@ -223,7 +233,7 @@ def run_warmup(
     """``WarmUp.warmup`` with any recorder; see there."""
     start = time.perf_counter()
     planner = pipeline.plan_cache(height, width, **call)
-    planner.plan()
+    planner.plan(num_replay_texts=0 if recorder is None else count_replay_texts(merge_commits=merge_commits))
     transformer = pipeline.transformer
     if recorder is not None:
         _check_capturable(transformer, planner.options)
@@ -257,6 +267,7 @@ def run_warmup(
         num_compiled_shapes=len(shapes) if shapes is not None else 0,
         num_graphs=len(graphs) if graphs is not None else 0,
         pool_bytes=manager.storage.num_bytes,
+        text_bytes=graphs.text_bytes if graphs is not None else 0,
         decoder_seconds=decoder_seconds,
     )
 
