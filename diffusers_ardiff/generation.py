@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from .late_frames import one_behind
 from .pipelines import ARChunk, ARDiffusionPipeline, ARStream, CacheOptions, PromptSwitch
 from .recipes import Recipe
 from .validation import check_int
@@ -86,6 +87,18 @@ class GenerationRequest:
             del made_from[name]
         return json.dumps(made_from, sort_keys=True, default=str)
 
+    def warmup_arguments(self, pipeline: ARDiffusionPipeline) -> dict[str, Any]:
+        """Arguments of ``pipeline.warmup`` that fit the streams of this request."""
+        scale = pipeline.recipe.guidance_scale if self.guidance_scale is None else self.guidance_scale
+        return {
+            "height": self.height,
+            "width": self.width,
+            "guided": scale > 1.0,
+            "recache": any(switch.mode == "recache" for switch in self.switches),
+            "decode": pipeline.parallel_layout.writes_frames,
+            "cache": CacheOptions(limit_bytes=self.limit_bytes),
+        }
+
     def open(self, pipeline: ARDiffusionPipeline, index: int, *, decode: bool = True) -> ARStream:
         """The stream of the prompt with that index; ``decode=False`` makes latents only.
 
@@ -107,10 +120,24 @@ class GenerationRequest:
         )
 
 
+def check_warmup(pipeline: ARDiffusionPipeline) -> None:
+    """Raise ValueError where a command can't warm up: no CUDA device, or a rank that only decodes."""
+    device = pipeline._execution_device
+    if device.type != "cuda":
+        raise ValueError(
+            f"a warm-up compiles the transformer and captures CUDA graphs, and the pipeline runs on {device}. Leave it "
+            "out there: everything works without, kernel by kernel."
+        )
+    if pipeline.parallel_layout.decode_rank:
+        raise ValueError("a rank that only decodes can't take part in a warm-up; leave out one of the two.")
+
+
 def write_video(
     chunks: Iterable[ARChunk], pipeline: ARDiffusionPipeline, request: GenerationRequest, index: int, bar: Any = None
 ) -> None:
     """Write the frames of chunks as they come; the file appears under its name only when it is whole.
+
+    Overlapped frames are read when the next chunk has been begun.
 
     Args:
         chunks: of a stream that ``request.open`` made, or received from one.
@@ -123,7 +150,7 @@ def write_video(
     path.parent.mkdir(parents=True, exist_ok=True)
     fps = request.fps if request.fps is not None else recipe.fps
     with VideoWriter(path, fps, comment=request.record(index, recipe)) as writer:
-        for chunk in chunks:
+        for chunk in one_behind(chunks):
             frames = (chunk.frames[0] * 255).round().astype(np.uint8)
             writer.write(frames)
             sheet.add(frames)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from .pipelines import ARDiffusionPipeline, ARStream, EventQueueFullError
+from .late_frames import one_behind
+from .pipelines import ARChunk, ARDiffusionPipeline, ARStream, EventQueueFullError
 from .validation import check_int
 from .video_io import Frames, VideoWriter, save_png_atomic
 
@@ -52,6 +53,15 @@ class InteractiveRequest:
             check_int("max_frames", self.max_frames, minimum=1)
         if self.output.suffix.lower() not in ("", ".mp4"):
             raise ValueError(f"the output must be an .mp4 file or a folder, got {self.output.name!r}.")
+
+    def warmup_arguments(self, pipeline: ARDiffusionPipeline) -> dict[str, Any]:
+        """Arguments of ``pipeline.warmup`` that fit the stream of this request, recaches included."""
+        return {
+            "height": self.height,
+            "width": self.width,
+            "guided": pipeline.recipe.guidance_scale > 1.0,
+            "recache": True,
+        }
 
 
 def parse_line(line: str) -> dict[str, Any]:
@@ -152,13 +162,19 @@ def _write_chunks(
     *,
     preview: bool,
 ) -> None:
-    for chunk in stream:
+    for chunk in one_behind(_until(stream, stop)):
         frames = np.rint(chunk.frames[0] * 255).astype(np.uint8)
         sink.write(frames)
         if preview:
             say(draw(frames[-1], shutil.get_terminal_size().columns))
         applied = "" if chunk.last_event_id is None else f", after event {chunk.last_event_id}"
         say(f"chunk {chunk.index}: {sink.num_frames} frames{applied}")
+
+
+def _until(stream: ARStream, stop: threading.Event) -> Iterator[ARChunk]:
+    """Chunks until told to stop; those that were handed out by then are whole and stay."""
+    for chunk in stream:
+        yield chunk
         if stop.is_set():
             return
 

@@ -17,7 +17,7 @@ import av
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
-from .generation import GenerationRequest, write_video
+from .generation import GenerationRequest, check_warmup, write_video
 from .parallel import all_processes
 from .pipelines import ARChunk, ARDiffusionPipeline, ARStream
 
@@ -49,20 +49,25 @@ class Job:
         pipeline: on this process's device, parallelism enabled where several processes make a video.
         request: the same on all processes.
         resume: keep videos that were made from the same request before.
+        warmup: compile and capture once, before the first video of this process; needs a CUDA device.
 
     Collective: all processes make a job, then run it.
 
     Raises:
-        ValueError: ``resume`` with .gif files.
+        ValueError: ``resume`` with .gif files; ``warmup`` without a CUDA device, or with a rank that only decodes.
     """
 
-    def __init__(self, pipeline: ARDiffusionPipeline, request: GenerationRequest, *, resume: bool = False) -> None:
+    def __init__(
+        self, pipeline: ARDiffusionPipeline, request: GenerationRequest, *, resume: bool = False, warmup: bool = False
+    ) -> None:
         if resume and request.output.suffix.lower() == ".gif":
             raise ValueError(
                 f"{request.output.name}: a .gif can't hold what it was made from, so resuming would not know finished ones; "
                 "write .mp4 or .webm, or leave resume out."
             )
-        self.pipeline, self.request = pipeline, request
+        if warmup:
+            check_warmup(pipeline)
+        self.pipeline, self.request, self.warmup = pipeline, request, warmup
         self.layout = pipeline.parallel_layout
         self._group = all_processes()
         self.rank = dist.get_rank(self._group) if self._group is not None else 0
@@ -87,6 +92,9 @@ class Job:
         Raises:
             ValueError, TypeError, OSError, MemoryLimitError: bad input, before a video is begun.
         """
+        if self.warmup and self.mine:
+            report = self.pipeline.warmup(**self.request.warmup_arguments(self.pipeline))
+            print(f"rank {self.rank}: {report}", file=sys.stderr)
         self._write_index([*self._kept, *(self._result(index, "pending") for index in self.pending)])
         results = self._make_mine() if self.mine else []
         everyone = self._gather(results if self.layout.writes_frames else [])
@@ -185,10 +193,10 @@ class Job:
 
 
 def generate_videos(
-    pipeline: ARDiffusionPipeline, request: GenerationRequest, *, resume: bool = False
+    pipeline: ARDiffusionPipeline, request: GenerationRequest, *, resume: bool = False, warmup: bool = False
 ) -> list[VideoResult]:
     """``Job(...).run()``: the results of all prompts, on all processes."""
-    return Job(pipeline, request, resume=resume).run()
+    return Job(pipeline, request, resume=resume, warmup=warmup).run()
 
 
 def index_path(output: Path) -> Path:

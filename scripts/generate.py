@@ -30,6 +30,10 @@ SWITCH_MODE_HELP = (
     "text: it stays as it was written; flush: it is forgotten but for the sink; blend: it stays, and the prompt moves "
     "over in --blend-chunks equal steps"
 )
+WARMUP_HELP = (
+    "first compile the transformer and capture its forwards as CUDA graphs: minutes once, then faster chunks, so for many or "
+    "long videos; an error without a CUDA device"
+)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -71,6 +75,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--guidance-scale", type=float, help="above 1 a negative branch runs (default: the recipe's)")
     parser.add_argument("--negative-prompt", help="of the negative branch (default: an empty one)")
+    parser.add_argument("--warmup", action="store_true", help=WARMUP_HELP)
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="decode a chunk beside the denoising of the next one; on a CUDA device only",
+    )
     parser.add_argument("--resume", action="store_true", help="keep videos made by the same command before")
     parser.add_argument(
         "--ulysses",
@@ -150,7 +160,9 @@ def run(args: argparse.Namespace, state: PartialState) -> int:
             pipeline.enable_parallelism(
                 ulysses_degree=args.ulysses, guidance_parallel=args.guidance_parallel, decode_rank=args.decode_rank
             )
-        results = generate_videos(pipeline, request, resume=args.resume)
+        if args.overlap:
+            pipeline.set_decoder(overlap=True)
+        results = generate_videos(pipeline, request, resume=args.resume, warmup=args.warmup)
     except (ValueError, TypeError, OSError, LaunchError, MemoryLimitError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

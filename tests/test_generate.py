@@ -71,6 +71,8 @@ def test_script_writes_video_and_contact_sheet(model: Path, tmp_path: Path) -> N
         (["--image", "missing.png"], ["missing.png"]),
         (["--limit-bytes", 1000], ["1,000", "bytes"]),
         (["--fps", 0], ["fps", "0"]),
+        (["--warmup"], ["warm-up", "cpu", "Leave it out"]),
+        (["--overlap"], ["overlap=True", "cpu"]),
         (["--switch", "one", "a blue square"], ["--switch", "latent frame number", "'one'"]),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else None,

@@ -65,6 +65,11 @@ class ARChunk:
         return self.output.result() if isinstance(self.output, PendingFrames) else self.output
 
     @property
+    def is_overlapped(self) -> bool:
+        """Whether its frames are made beside the next chunk, so that reading them may wait."""
+        return isinstance(self.output, PendingFrames)
+
+    @property
     def num_latent_frames(self) -> int:
         """Latent frames of this chunk."""
         return self.latents.shape[2]
