@@ -11,8 +11,9 @@ from test_compile import CountingBackend
 from tiny_components import QUICK, make_pipeline
 from tiny_wan import PagedRun, latents_of, text_of, tiny_transformer
 
-from diffusers_ardiff import CacheOptions
+from diffusers_ardiff import CacheOptions, KVScales
 from diffusers_ardiff.attention import QKNorm, op, paged_norm_rope_write_attn
+from diffusers_ardiff.cache import FLOAT8
 from diffusers_ardiff.context import PagedForwardContext
 from diffusers_ardiff.processors import attach
 from diffusers_ardiff.rope import VideoRope
@@ -37,6 +38,18 @@ def test_fused_op_is_a_good_torch_citizen() -> None:
     inputs, *states, rotary, norm = fused_arguments(context)
     arguments = (*states, *norm[:2], *rotary, *inputs, norm.eps, 0.5)
     torch.library.opcheck(torch.ops.diffusers_ardiff.paged_norm_rope_write_attn.default, arguments)
+
+
+@pytest.mark.usefixtures("fused_on_cpu")
+def test_fused_op_knows_the_scales_of_a_float8_pool() -> None:
+    """Keys of 0 weigh all values alike; values that float8 holds, so their mean is exact."""
+    manager = make_manager(24, 72, dtype=FLOAT8, scales=KVScales(key=0.25, value=0.5))
+    context = PagedForwardContext(manager.open_session().branches, num_tokens=24).prepare()
+    inputs, query, keys, values, rotary, norm = fused_arguments(context)
+    values = values.to(FLOAT8).float() * 0.5
+    norm = norm._replace(key_weight=torch.zeros(16))
+    out = paged_norm_rope_write_attn(inputs, query, keys, values, rotary, norm)
+    torch.testing.assert_close(out, values.mean(1, keepdim=True).expand_as(out), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("fused_on_cpu")
