@@ -110,10 +110,7 @@ class ForwardCalls:
             text: of the rows of one half, twice.
         """
         halves = (self.angles.prepare(context), self.angles.at(context.upcoming_starts, context.num_tokens))
-        cos, sin = (
-            torch.cat([half.expand(self._shape.num_videos, -1, -1, -1) for half in pair])
-            for pair in zip(*halves, strict=True)
-        )
+        cos, sin = (torch.cat(pair) for pair in zip(*halves, strict=True))
         arguments = {
             "hidden_states": torch.cat(list(chunks)).to(self._text_stub.dtype),
             "timestep": torch.cat([self._timesteps(timestep) for timestep in timesteps]),

@@ -69,7 +69,7 @@ class JointForward:
         self._text = BatchText()
 
     def run(self, rows: Sequence[JointRows]) -> list[torch.Tensor]:
-        """The transformer's output, a tensor a rollout.
+        """The transformer's output, a tensor a rollout, in the order of ``rows``.
 
         Args:
             rows: of one branch name, one number of tokens and one text length.
@@ -77,13 +77,15 @@ class JointForward:
         Raises:
             ValueError: control hooks gave arguments that can't be joined.
         """
-        first = rows[0].rollout
-        branches = [branch for part in rows for branch in part.branches]
-        arguments = join_arguments([part.arguments for part in rows])
+        # In the order of their pages, whichever streams come first: captured forwards are known by it.
+        placed = sorted(rows, key=lambda part: part.branches[0].run.pages[0])
+        first = placed[0].rollout
+        branches = [branch for part in placed for branch in part.branches]
+        arguments = join_arguments([part.arguments for part in placed])
         text = self._text.get(branches)
         if text is None:
             raise RuntimeError("a rollout of a joint forward lost its prompt after it was checked.")
-        for part in rows:
+        for part in placed:
             part.rollout.drop_joined_text()
         forward = PagedForwardContext(
             branches,
@@ -91,10 +93,11 @@ class JointForward:
             num_extra=rows[0].num_extra,
             backend=first.runner.attachment.backend,
         )
-        for part in rows:
+        for part in placed:
             part.rollout.calls.angles.turn_sinks(forward, part.branches)
         out = first.runner.run(first.calls.joint(forward, arguments, text, branch=branches[0].name))
-        return list(out.split([len(part.branches) for part in rows]))
+        parts = dict(zip(placed, out.split([len(part.branches) for part in placed]), strict=True))
+        return [parts[part] for part in rows]
 
     def clear(self) -> None:
         """Let go of the joined text; the branches keep theirs."""

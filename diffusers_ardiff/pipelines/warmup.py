@@ -2,25 +2,28 @@
 
 A warm-up runs one short stream: every chunk while the window fills, the first overwrite, the steady state. Each new
 shape is compiled and each new ``GraphKey`` captured. Later calls of the same size open their sessions in the same pages
-of the same pool, so they meet the same keys.
+of the same pool, so they meet the same keys. With several streams each does so alone, then all do together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..cache import KVManager, RingGeometry
+from ..cache import KVManager
 from ..graphs import CompiledShapes, CudaRecorder, GraphSet, Recorder
-from ..processors import PagedAttachment
-from .forwards import ForwardRunner
+from ..validation import check_int
 from .inputs import CacheOptions
 from .memory import CachePlanner
-from .window import LatentShape, kept_frames
+from .stream import ARStream
+from .together import StreamBatch
+from .warm_state import WarmKey, WarmState
+from .window import kept_frames
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
@@ -37,10 +40,11 @@ class WarmupReport:
 
     Args:
         total_seconds: all of it.
-        chunk_seconds: of each chunk it made; compilation and captures are in the first of them.
+        chunk_seconds: of each chunk it made, or round of chunks made together; compilation and captures are in the
+            first of them.
         capture_seconds: spent on capturing forwards.
         num_compiled_shapes: shapes of forwards that run compiled from now on; others run eagerly.
-        num_graphs: forwards captured, one a run of pages and fill level of the window.
+        num_graphs: forwards captured, one a run of pages and fill level of the window; as many for joint forwards.
         pool_bytes: K/V pool that stays allocated until ``cooldown``.
         decoder_seconds: spent on compiling the decoder; 0 where ``set_decoder`` asked for none, or nothing is decoded.
     """
@@ -61,84 +65,6 @@ class WarmupReport:
             f"shapes compiled, {self.num_graphs} forwards captured in {self.capture_seconds:.1f} s, pool "
             f"{self.pool_bytes / 2**30:.3f} GiB{decoder}."
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmKey:
-    """Calls that a warm pool serves."""
-
-    ring: RingGeometry
-    shape: LatentShape
-    dtype: torch.dtype
-    device: torch.device
-    guided: bool
-    options: CacheOptions
-
-    @classmethod
-    def of(cls, planner: CachePlanner) -> WarmKey:
-        """The key of a call."""
-        return cls(
-            ring=planner.ring(),
-            shape=planner.shape,
-            dtype=planner.kv_dtype,
-            device=planner.device,
-            guided=planner.guided,
-            options=replace(planner.options, limit_bytes=None),
-        )
-
-
-@dataclass(kw_only=True, eq=False)
-class WarmState:
-    """What a warm-up left behind.
-
-    Args:
-        key: calls it serves.
-        manager: the pool.
-        attachment: the processors that were compiled and captured.
-        shapes: compiled shapes, None without compilation.
-        graphs: captured forwards, None without captures.
-    """
-
-    key: WarmKey
-    manager: KVManager
-    attachment: PagedAttachment
-    shapes: CompiledShapes | None
-    graphs: GraphSet | None
-
-    def pool_for(self, planner: CachePlanner) -> KVManager | None:
-        """The pool, if it serves such a call and has room for it now."""
-        needed = planner.shape.num_videos * planner.num_branches * self.manager.geometry.num_pages
-        serves = WarmKey.of(planner) == self.key and self.manager.allocator.num_free >= needed
-        return self.manager if serves else None
-
-    def equip(self, runner: ForwardRunner, manager: KVManager) -> None:
-        """Let forwards run compiled, and replay where their sessions lie in the warm pool.
-
-        Raises:
-            RuntimeError: they would replay, but the transformer or the pool is not what was captured.
-        """
-        is_same_host = runner.attachment is self.attachment
-        if self.shapes is not None:
-            # Other processors would compile the blocks again; they know no shape, so they run eagerly.
-            runner.shapes = self.shapes if is_same_host else CompiledShapes()
-        if self.graphs is None or manager is not self.manager:
-            return
-        if not is_same_host:
-            raise RuntimeError(
-                "the transformer or its blocks were replaced after warmup(). Call pipe.warmup() again, or "
-                "pipe.cooldown() to go on without it."
-            )
-        self.graphs.check_pools()
-        self.graphs.check_weights()
-        runner.graphs = self.graphs
-
-    def set_recording(self, recording: bool) -> None:
-        """Whether new shapes are compiled and new forwards captured."""
-        for kept in (self.shapes, self.graphs):
-            if kept is not None:
-                kept.recording = recording
-        if self.graphs is not None and not recording:
-            self.graphs.num_replays = 0
 
 
 class WarmUp:
@@ -162,8 +88,8 @@ class WarmUp:
         """Compile the transformer's blocks, capture whole forwards as CUDA graphs, and keep a pool for later calls.
 
         Calls and streams of the same size, window, number of videos and guidance then run in that pool, from their
-        first chunk on as fast as later ones. Others work as before, in a pool of their own; so does a second stream at
-        the same time. A new warm-up replaces the last one. Text of another length, recaches and chunks of other sizes
+        first chunk on as fast as later ones. Others work as before, in a pool of their own; so does one stream more
+        than ``num_streams``. A new warm-up replaces the last one. Text of another length, recaches and chunks of other sizes
         (given images) run eagerly; ``control_hook`` calls that add arguments are not replayed. With ``decode`` (the
         default) the decoder runs too, and is compiled where ``set_decoder`` asks for it, as by ``warmup_decoder``.
 
@@ -173,7 +99,9 @@ class WarmUp:
                 ``compile_repeated_blocks``.
             cuda_graphs: capture forwards; needs a CUDA device.
             **call: ``recipe``, ``num_videos``, ``guided``, ``text_len``, ``decode``, ``cache`` (``CacheOptions``), as in
-                ``plan_memory``, and ``merge_commits`` as in a call.
+                ``plan_memory``, and ``merge_commits`` as in a call; ``num_streams``, how many streams at a time find room
+                in the pool (1). Each is captured alone, and all of them in the joint forwards of a ``StreamBatch``, at
+                equal fill levels of their windows; other joint forwards are launched kernel by kernel.
 
         Raises:
             RuntimeError: graphs without a CUDA device, or of a model that is offloaded or cached by hooks.
@@ -213,13 +141,15 @@ def run_warmup(
     *,
     compile: CompileOptions,
     recorder: Recorder | None,
-    merge_commits: bool = False,
     **call: Any,
 ) -> WarmupReport:
     """``WarmUp.warmup`` with any recorder; see there."""
     start = time.perf_counter()
+    num_streams = check_int("num_streams", call.pop("num_streams", 1), minimum=1)
+    merge_commits = call.pop("merge_commits", False)
     planner = pipeline.plan_cache(height, width, **call)
-    planner.plan()
+    pool_planner = _for_streams(planner, num_streams)
+    pool_planner.plan()
     transformer = pipeline.transformer
     if recorder is not None:
         _check_capturable(transformer, planner.options)
@@ -230,7 +160,7 @@ def run_warmup(
     try:
         # Before the pool is there, and not in the seconds of a chunk.
         decoder_seconds = _warm_decoder(pipeline, planner)
-        manager = planner.build()
+        manager = pool_planner.build()
         warm = WarmState(
             key=WarmKey.of(planner),
             manager=manager,
@@ -239,7 +169,8 @@ def run_warmup(
             graphs=GraphSet(manager.storage, transformer, recorder) if recorder is not None else None,
         )
         pipeline._warm = warm
-        seconds = _run_stream(pipeline, planner, warm, merge_commits=merge_commits)
+        call = _stream_call(pipeline, planner) | {"cache": manager, "merge_commits": merge_commits}
+        seconds = _run_streams(pipeline, warm, num_streams, call)
     except BaseException:
         pipeline.cooldown()
         raise
@@ -264,34 +195,67 @@ def _warm_decoder(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> float
     return pipeline.warmup_decoder(*size, recipe=planner.recipe, num_videos=shape.num_videos)
 
 
+def _for_streams(planner: CachePlanner, num_streams: int) -> CachePlanner:
+    """The planner of a pool in which so many such calls find room."""
+    num_videos = planner.shape.num_videos * num_streams
+    return replace(planner, shape=replace(planner.shape, num_videos=num_videos))
+
+
 @torch.no_grad()
-def _run_stream(
-    pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, merge_commits: bool
+def _run_streams(
+    pipeline: ARDiffusionPipeline, warm: WarmState, num_streams: int, call: dict[str, Any]
 ) -> tuple[float, ...]:
-    """Make chunks until the window is full and has been overwritten once; seconds of each."""
-    recipe, state = planner.recipe, pipeline.call_state
-    last_frame = kept_frames(recipe)
-    if recipe.num_window_frames is not None:
-        # A merged forward spans two chunks; both have to be steady once.
-        last_frame += recipe.chunk_frames * (2 if merge_commits else 1)
-    seconds: list[float] = []
+    """Let streams run one by one, then together, while shapes and forwards are recorded; seconds of each chunk."""
+    state = pipeline.call_state
     warm.set_recording(True)
     try:
-        call = _stream_call(pipeline, planner) | {"cache": warm.manager, "merge_commits": merge_commits}
         # Shapes of earlier warm-ups count against dynamo's limit too.
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), pipeline.stream(**call) as stream:
-            while not seconds or stream.rollout.num_latent_frames + recipe.chunk_frames <= last_frame:
-                start = time.perf_counter()
-                next(stream)
-                # Commit included, so that the last one is captured too where commits are not merged.
-                if not merge_commits:
-                    stream.rollout.commit_held()
-                _wait_for(planner.device)
-                seconds.append(time.perf_counter() - start)
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), ExitStack() as stack:
+            streams = [stack.enter_context(pipeline.stream(**call)) for _ in range(num_streams)]
+            seconds = [one for stream in streams for one in _run_alone(stream)]
+            if num_streams > 1:
+                seconds += _run_together(streams)
     finally:
         warm.set_recording(False)
         pipeline.call_state = state
     return tuple(seconds)
+
+
+def _run_alone(stream: ARStream) -> list[float]:
+    """Make chunks until the window is full and has been overwritten once; seconds of each."""
+    merges = stream.rollout.merge_commits
+
+    def make() -> None:
+        next(stream)
+        # Commit included, so that the last one is captured too where commits are not merged.
+        if not merges:
+            stream.rollout.commit_held()
+
+    # A merged forward spans two chunks; both have to be steady once.
+    return _run_steady(stream, make, num_overwrites=2 if merges else 1)
+
+
+def _run_together(streams: list[ARStream]) -> list[float]:
+    """The same for joint forwards, from the start; a chunk's commit runs with the next one, hence one more."""
+    for stream in streams:
+        stream.reset()
+    batch = StreamBatch(streams)
+    return _run_steady(streams[0], batch.step, num_overwrites=2)
+
+
+def _run_steady(stream: ARStream, make: Callable[[], object], *, num_overwrites: int) -> list[float]:
+    """Call ``make`` until the stream has filled its window and gone on for so many chunks; seconds of each call."""
+    recipe = stream.rollout.recipe
+    last_frame = kept_frames(recipe)
+    if recipe.num_window_frames is not None:
+        last_frame += recipe.chunk_frames * num_overwrites
+    seconds: list[float] = []
+    while not seconds or stream.rollout.num_latent_frames + recipe.chunk_frames <= last_frame:
+        start = time.perf_counter()
+        make()
+        _wait_for(stream.rollout.device)
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def _stream_call(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> dict[str, Any]:
