@@ -18,7 +18,8 @@ from diffusers_ardiff.recipes import load_recipe
 TEXT, NEW = random_embeds(1), random_embeds(2)
 CHUNK = (1, 16, 3, 4, 6)
 SMALL = {"height": 32, "width": 48, "num_frames": 21}
-KREA, ROLLING = (load_recipe(name).replace(**SMALL) for name in ("krea", "rolling-forcing"))
+KREA = load_recipe("krea").replace(**SMALL, encode_first_frame=False)
+ROLLING = load_recipe("rolling-forcing").replace(**SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +59,13 @@ class DenseKrea:
         start = self.frames.shape[2]
         self.video.forget()
         if start > 0:
-            past = [0, *range(max(start - 2, 1), start)]
-            self.video.forward(self.frames[:, :, past], 0.0, range(len(past)), [], keep=True)
+            tail = max(start - 2, 1)
+            past = torch.cat([self.first_frame(tail), self.frames[:, :, tail:]], dim=2)
+            self.video.forward(past, 0.0, range(past.shape[2]), [], keep=True)
+
+    def first_frame(self, tail: int) -> torch.Tensor:
+        """The context's first latent frame; ``tail`` is the first of the others."""
+        return self.frames[:, :, :1]
 
     def chunk(self) -> torch.Tensor:
         place = min(self.frames.shape[2], 3)

@@ -21,7 +21,9 @@ from ..parallel import ParallelLayout
 from ..processors import TransformerGeometry
 from ..recipes import Recipe
 from .decoding import Decoding
+from .first_frame import num_kept_pixels
 from .inputs import CacheOptions
+from .vae_stream import spatial_factor, temporal_factor
 from .window import LatentShape, frames_in_forward, latent_frames_in_memory, ring_geometry
 from .work_memory import forward_bytes
 
@@ -130,10 +132,20 @@ class CachePlanner:
         row_bytes = geometry.num_heads * geometry.head_dim * self.transformer.dtype.itemsize
         return SideState(
             text_bytes=2 * geometry.num_layers * self.num_branches * self.text_len * row_bytes,
-            vae_state_bytes=0 if self._decoder is None else self._decoder.state_bytes(shape.height, shape.width),
+            vae_state_bytes=0 if self._decoder is None else self._decoder_bytes(self._decoder),
             sink_bytes=self._sink_bytes(),
             latent_bytes=latent_frames_in_memory(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
+
+    def _decoder_bytes(self, decoder: Decoding) -> int:
+        """Of one session's decoder, and of decoded frames that are kept to be encoded again."""
+        height, width = self.shape.height, self.shape.width
+        state = decoder.state_bytes(height, width)
+        if not self.recipe.encode_first_frame:
+            return state
+        vae, side = decoder.vae, spatial_factor(decoder.vae)
+        count = num_kept_pixels(self.recipe, temporal_factor(vae))
+        return state + count * 3 * height * side * width * side * vae.dtype.itemsize
 
     def _sink_bytes(self) -> int:
         """Of one session's sink keys as they were written, where the policy turns them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,6 +86,11 @@ class Rollout(RolloutText):
     def tokens_per_frame(self) -> int:
         """C, tokens of one latent frame."""
         return self.calls.tokens_per_frame
+
+    @property
+    def watch_pixels(self) -> Callable[[torch.Tensor], None] | None:
+        """Takes the decoded frames of every chunk; None where they are not needed, as here."""
+        return None
 
     @property
     def recent_latents(self) -> torch.Tensor:

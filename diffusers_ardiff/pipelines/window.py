@@ -45,6 +45,11 @@ def kept_frames(recipe: Recipe) -> int:
     return recipe.num_sink_frames + recipe.num_window_frames
 
 
+def num_past_frames(recipe: Recipe) -> int:
+    """Latent frames of the window that come before the current chunk, at most."""
+    return (recipe.num_window_frames or 0) - recipe.chunk_frames
+
+
 def frames_in_forward(recipe: Recipe) -> int:
     """Latent frames of the largest forward that every video has, given frames and recaches aside."""
     size = max(recipe.chunk_frames, recipe.first_chunk_frames or 0) * recipe.num_chunks_at_once
