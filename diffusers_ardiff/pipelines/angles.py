@@ -68,7 +68,7 @@ class FrameAngles:
             geometry = branch.ring.geometry
             offset = self._policy.sink_offset(
                 num_sink=geometry.sink_tokens // self._tokens,
-                oldest=max(span.end - geometry.window_tokens, span.origin) // self._tokens,
+                oldest=span.oldest(geometry, forward.max_past_tokens) // self._tokens,
                 end=(span.end + span.num_extra) // self._tokens,
             )
             if offset != branch.sink.offset:

@@ -23,6 +23,7 @@ class JointRows:
         rollout: whose sessions they are.
         branches: one a video.
         num_tokens, num_extra: tokens and extra rows of each.
+        max_past: tokens of the past that each sees beside the sink; None: all that are stored.
         arguments: of the transformer, its text excepted.
     """
 
@@ -30,6 +31,7 @@ class JointRows:
     branches: tuple[Branch, ...]
     num_tokens: int
     num_extra: int
+    max_past: int | None
     arguments: Mapping[str, Any]
 
     @property
@@ -55,7 +57,12 @@ def prepare_rows(rollout: Rollout, branch_name: str, step: FrameStep) -> JointRo
     start_frame = branches[0].committed_tokens // rollout.tokens_per_frame
     arguments = rollout.arguments(branch_name, step, start_frame=start_frame)
     return JointRows(
-        rollout=rollout, branches=branches, num_tokens=num_tokens, num_extra=num_extra, arguments=arguments
+        rollout=rollout,
+        branches=branches,
+        num_tokens=num_tokens,
+        num_extra=num_extra,
+        max_past=rollout.calls.max_past_tokens(rollout.recipe, step),
+        arguments=arguments,
     )
 
 
@@ -72,7 +79,7 @@ class JointForward:
         """The transformer's output, a tensor a rollout, in the order of ``rows``.
 
         Args:
-            rows: of one branch name, one number of tokens and one text length.
+            rows: of one branch name, one number of tokens, one visible past and one text length.
 
         Raises:
             ValueError: control hooks gave arguments that can't be joined.
@@ -92,6 +99,7 @@ class JointForward:
             num_tokens=rows[0].num_tokens,
             num_extra=rows[0].num_extra,
             backend=first.runner.attachment.backend,
+            max_past_tokens=rows[0].max_past,
         )
         for part in placed:
             part.rollout.calls.angles.turn_sinks(forward, part.branches)

@@ -314,7 +314,12 @@ class Rollout(RolloutText):
         num_tokens, num_extra = self.calls.count_tokens(step)
         backend = self.runner.attachment.backend
         forward = PagedForwardContext(
-            branches, num_tokens=num_tokens, num_extra=num_extra, start=start, backend=backend
+            branches,
+            num_tokens=num_tokens,
+            num_extra=num_extra,
+            start=start,
+            backend=backend,
+            max_past_tokens=self.calls.max_past_tokens(self.recipe, step),
         )
         arguments = self.arguments(branch_name, step, start_frame=forward.starts[0] // self.tokens_per_frame)
         return self.runner.run(self.calls.plain(forward, arguments, text, branch=branch_name))
