@@ -24,7 +24,14 @@ from .decoding import Decoding
 from .first_frame import num_kept_pixels
 from .inputs import CacheOptions
 from .vae_stream import spatial_factor, temporal_factor
-from .window import LatentShape, frames_in_forward, latent_frames_in_memory, ring_geometry
+from .window import (
+    LatentShape,
+    frames_in_forward,
+    kept_frames,
+    latent_frames_in_memory,
+    max_past_frames,
+    ring_geometry,
+)
 from .work_memory import forward_bytes
 
 
@@ -192,7 +199,15 @@ class CachePlanner:
             return 0
         latents = self.shape.chunk(frames_in_forward(self.recipe))
         num_timesteps = latents[2] * self.tokens_per_frame if self.recipe.num_chunks_at_once > 1 else None
-        return -(-forward_bytes(self.transformer, latents, num_timesteps) // self.layout.ulysses_degree)
+        work = -(-forward_bytes(self.transformer, latents, num_timesteps) // self.layout.ulysses_degree)
+        return work + self._gathered_bytes()
+
+    def _gathered_bytes(self) -> int:
+        """Of one layer's keys and values, where a forward sees less than is stored and gathers them."""
+        if max_past_frames(self.recipe, 0) is None or self.recipe.num_chunks_at_once == 1:
+            return 0
+        tokens = self.shape.num_videos * kept_frames(self.recipe) * self.tokens_per_frame
+        return tokens * self.kv_shape.bytes_per_token // self.kv_shape.num_layers
 
     def backend_name(self) -> str:
         """The attention backend that the call's forwards will take. Raises ValueError: none can."""
