@@ -9,7 +9,7 @@ import torch
 from dense import relative_error
 from dense_video import DenseVideo, absolute, few_steps, relative
 from session_runs import SHUFFLES
-from tiny_components import QUICK, TOKENS_PER_FRAME, failing, make_pipeline, random_embeds, record_forwards, seed
+from tiny_components import TOKENS_PER_FRAME, failing, random_embeds, record_forwards, seed
 
 from diffusers_ardiff import ARDiffusionPipeline, CacheOptions, Recipe, StreamBatch
 from diffusers_ardiff.pipelines import ARStream
@@ -20,11 +20,6 @@ CHUNK = (1, 16, 3, 4, 6)
 SMALL = {"height": 32, "width": 48, "num_frames": 21}
 KREA = load_recipe("krea").replace(**SMALL, encode_first_frame=False)
 ROLLING = load_recipe("rolling-forcing").replace(**SMALL)
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
 
 
 def noise_of(chunk: int, step: int, shape: tuple[int, ...] = CHUNK) -> torch.Tensor:

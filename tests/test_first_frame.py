@@ -28,11 +28,6 @@ from diffusers_ardiff.recipes import load_recipe
 KREA = KEPT.replace(encode_first_frame=True)
 
 
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
 class DenseEncodedKrea(DenseKrea):
     """After two blocks, the oldest of the last nine pixel frames takes the first frame's place, encoded alone."""
 
