@@ -24,6 +24,7 @@ from .launch import (
 )
 from .layer_inputs import ForwardInputs, PagedLayerInputs, build_layer_inputs
 from .masks import FullAttnSpans, PagedMask, build_paged_mask
+from .validation import check_int
 
 __all__ = [
     "ForwardInputs",
@@ -50,13 +51,15 @@ class PagedForwardContext:
         full_attn_spans: None: all tokens of the forward see each other. Else they are causal among themselves, but for
             these spans of absolute positions, whose tokens see their whole span: one list for all rows, or one a row.
             History and extra rows stay visible to every token. Spans that no token lies in do nothing.
+        max_past_tokens: how many tokens before the forward's own are visible beside the sink; None: all that are stored.
+            Keys are then gathered where more are stored.
 
     Legality is checked here, before anything is written or claimed; ``prepare`` claims the branches. Use it as a
     context manager (an exception marks the forward as failed), or call ``close`` or ``mark_committed`` yourself.
 
     Raises:
-        ValueError: no or repeated branches, different pools, an illegal forward, or illegal spans; see
-            ``build_paged_mask``.
+        ValueError: no or repeated branches, different pools, an illegal forward, illegal spans (see
+            ``build_paged_mask``), or spans together with ``max_past_tokens``.
         RuntimeError: a branch is closed, stale, or has another forward open.
     """
 
@@ -69,6 +72,7 @@ class PagedForwardContext:
         num_extra: int = 0,
         backend: str | None = None,
         full_attn_spans: FullAttnSpans | None = None,
+        max_past_tokens: int | None = None,
     ) -> None:
         if not branches or len({id(branch) for branch in branches}) != len(branches):
             raise ValueError(f"a forward takes one or more different branches, got {[b.name for b in branches]}.")
@@ -86,6 +90,7 @@ class PagedForwardContext:
         if full_attn_spans is not None:
             geometry = self.branches[0].ring.geometry
             self.mask = build_paged_mask(full_attn_spans, self.spans, geometry, device=self.storage.device)
+        self.max_past_tokens = _checked_past(max_past_tokens, self.mask)
         self._backend = backend
         self._plans: list[LaunchPlan] = []
         self._parts: list[list[PagedLayerInputs]] = []
@@ -181,7 +186,12 @@ class PagedForwardContext:
     def _build_inputs(self) -> None:
         for spans, written in zip(self._spans_by_part(), self._written_layers, strict=True):
             plan, inputs = build_layer_inputs(
-                self.branches, spans, backend=self._backend, mask=self.mask, written_layers=written
+                self.branches,
+                spans,
+                backend=self._backend,
+                mask=self.mask,
+                max_past=self.max_past_tokens,
+                written_layers=written,
             )
             self._plans.append(plan)
             self._parts.append(inputs)
@@ -254,6 +264,14 @@ class PagedForwardContext:
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         self.close(succeeded=exc_type is None)
+
+
+def _checked_past(max_past_tokens: int | None, mask: PagedMask | None) -> int | None:
+    if max_past_tokens is None:
+        return None
+    if mask is not None:
+        raise ValueError("full_attn_spans and max_past_tokens can't be combined; leave one of them out.")
+    return check_int("max_past_tokens", max_past_tokens, minimum=0)
 
 
 class PagedLayerContext(NamedTuple):

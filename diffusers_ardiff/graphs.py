@@ -103,7 +103,9 @@ def graph_key(call: ForwardCall) -> GraphKey | None:
     plans = [plan_of(part) for part in context.parts]
     rows = [row for plan in plans for row in plan.rows]
     bases = tuple(row.base_slot for row in rows if row.base_slot is not None)
-    is_plain = len(bases) == len(rows) and not any(plan.mask for plan in plans) and context.num_extra == 0
+    is_plain = (
+        len(bases) == len(rows) and not any(plan.mask or plan.visible for plan in plans) and context.num_extra == 0
+    )
     if not is_plain or set(call.arguments) != REPLAYABLE_ARGUMENTS:
         return None
     return GraphKey(

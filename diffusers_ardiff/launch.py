@@ -31,10 +31,27 @@ class RowLayout:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class VisibleKeys:
+    """Where the keys lie that a forward sees, where it does not see all that is stored; and a pool of them alone.
+
+    Attributes:
+        slots: (R * N,) int64, pool rows to copy, N a row; N is a multiple of the page size and padded with a row's first.
+        block_table: (R, N / page size) int32, pages of the copy.
+        seq_lens: (R,) int32, visible keys, extra rows included.
+        rows: the same for the host.
+    """
+
+    slots: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    rows: tuple[RowLayout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LaunchPlan:
     """Host-side facts of one forward, for the inside of the opaque op.
 
-    They say how to compute it, and ``mask`` says what is visible: None is everything. ``branches`` own the pages,
+    They say how to compute it; ``mask`` and ``visible`` say what is visible: None is everything. ``branches`` own the pages,
     ``scales`` are those of a float8 pool. Two records in it change: the op adds each layer whose rows it has written to
     ``written_layers``, and keeps in ``choices`` which backend serves a request, so that a forward asks once and not once a
     layer.
@@ -45,6 +62,7 @@ class LaunchPlan:
     staging: StagingPools | None = None
     backend: str | None = None
     mask: PagedMask | None = None
+    visible: VisibleKeys | None = None
     scales: KVScales = UNSCALED
     branches: tuple[Branch, ...] = ()
     written_layers: set[int] = field(default_factory=set)

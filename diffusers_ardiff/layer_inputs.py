@@ -10,7 +10,7 @@ import torch
 from .cache.branch import Branch
 from .cache.ring import ForwardSpan
 from .cache.storage import KVStorage
-from .launch import LaunchPlan, RowLayout, register_launch_plan
+from .launch import LaunchPlan, RowLayout, VisibleKeys, register_launch_plan
 from .masks import PagedMask
 from .transfer import upload
 
@@ -66,6 +66,7 @@ def build_layer_inputs(
     *,
     backend: str | None,
     mask: PagedMask | None,
+    max_past: int | None,
     written_layers: set[int],
 ) -> tuple[LaunchPlan, list[PagedLayerInputs]]:
     """The launch plan of one forward and the tensors of every layer, copied to the pool's device without waiting."""
@@ -76,6 +77,7 @@ def build_layer_inputs(
         staging=storage.staging,
         backend=backend,
         mask=mask,
+        visible=None if max_past is None else _visible_keys(branches, spans, max_past),
         scales=storage.scales,
         branches=tuple(branches),
         written_layers=written_layers,
@@ -95,6 +97,31 @@ def build_layer_inputs(
         PagedLayerInputs(keys, values, slot_mapping, block_table, seq_lens, index, launch)
         for keys, values, index in layers
     ]
+
+
+def _visible_keys(branches: Sequence[Branch], spans: Sequence[ForwardSpan], max_past: int) -> VisibleKeys | None:
+    """None where every row sees all that is stored."""
+    geometry, storage = branches[0].ring.geometry, branches[0].storage
+    hidden = [span.visible_ranges(geometry, max_past) for span in spans]
+    if all(ranges is None for ranges in hidden):
+        return None
+    ranges_by_row = [ranges or (range(span.seq_len),) for ranges, span in zip(hidden, spans, strict=True)]
+    lengths = [sum(len(part) for part in ranges) for ranges in ranges_by_row]
+    num_pages = -(-max(lengths) // storage.page_size)
+    size = num_pages * storage.page_size
+    slots = []
+    for branch, ranges, length in zip(branches, ranges_by_row, lengths, strict=True):
+        indices = torch.cat([torch.arange(part.start, part.stop) for part in ranges])
+        padding = indices.new_full((size - length,), int(indices[0]))
+        slots.append(storage.slots(torch.cat([indices, padding]), branch.run))
+    table = torch.arange(len(slots) * num_pages, dtype=torch.int32).view(len(slots), num_pages)
+    device = storage.device
+    return VisibleKeys(
+        slots=upload(torch.cat(slots), device),
+        block_table=upload(table, device),
+        seq_lens=upload(torch.tensor(lengths, dtype=torch.int32), device),
+        rows=tuple(RowLayout(seq_len=length, base_slot=row * size) for row, length in enumerate(lengths)),
+    )
 
 
 def _row_layout(branch: Branch, span: ForwardSpan) -> RowLayout:

@@ -1,10 +1,7 @@
 #!/usr/bin/env python
-"""Paged autoregressive attention in a plain PyTorch DiT: the cache and the op alone, no diffusers.
+"""Paged autoregressive attention in a plain PyTorch DiT: the cache and the op alone, no diffusers."""
 
-python examples/own_dit.py --chunks 12
-"""
-
-import argparse
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -15,16 +12,15 @@ from diffusers_ardiff.context import PagedForwardContext, PagedLayerInputs
 from diffusers_ardiff.rope import Rotary, VideoRope, apply_rotary
 
 HEADS, HEAD_DIM, LAYERS, CHANNELS, FRAMES, GRID = 4, 32, 3, 8, 2, (4, 6)
-TOKENS = GRID[0] * GRID[1]  # of one frame
+DIM, TOKENS = HEADS * HEAD_DIM, GRID[0] * GRID[1]  # of a token; of a frame
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        dim = HEADS * HEAD_DIM
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
     def forward(self, x: torch.Tensor, rotary: Rotary, inputs: PagedLayerInputs) -> torch.Tensor:
         query, key, value = self.qkv(self.norm1(x)).unflatten(2, (3, HEADS, HEAD_DIM)).unbind(2)
@@ -37,8 +33,7 @@ class Block(nn.Module):
 class DiT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        dim = HEADS * HEAD_DIM
-        self.embed, self.time, self.head = nn.Linear(CHANNELS, dim), nn.Linear(1, dim), nn.Linear(dim, CHANNELS)
+        self.embed, self.time, self.head = nn.Linear(CHANNELS, DIM), nn.Linear(1, DIM), nn.Linear(DIM, CHANNELS)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
 
     def forward(self, noisy: torch.Tensor, sigma: float, rotary: Rotary, forward: PagedForwardContext) -> torch.Tensor:
@@ -49,7 +44,7 @@ class DiT(nn.Module):
 
 
 @torch.no_grad()
-def generate(model: DiT, num_chunks: int, sigmas: tuple[float, ...] = (1.0, 0.75, 0.5)) -> torch.Tensor:
+def generate(model: DiT, num_chunks: int) -> torch.Tensor:
     """Latents (1, tokens, channels) of a video; memory and time a chunk stay what they are, however long it gets."""
     geometry = RingGeometry(sink_tokens=TOKENS, window_tokens=4 * TOKENS, page_size=16)
     shape = KVShape(num_layers=LAYERS, num_heads=HEADS, head_dim=HEAD_DIM, itemsize=4)
@@ -58,19 +53,14 @@ def generate(model: DiT, num_chunks: int, sigmas: tuple[float, ...] = (1.0, 0.75
     for chunk in range(num_chunks):
         rotary = rope([range(chunk * FRAMES, (chunk + 1) * FRAMES)], *GRID)
         latents = torch.randn(1, FRAMES * TOKENS, CHANNELS, generator=torch.Generator().manual_seed(chunk))
-        for sigma, next_sigma in zip(sigmas, (*sigmas[1:], 0.0), strict=True):
-            with PagedForwardContext([branch], num_tokens=FRAMES * TOKENS) as forward:  # writes, advances nothing
-                velocity = model(latents, sigma, rotary, forward)
-            latents = latents + (next_sigma - sigma) * velocity
-        with PagedForwardContext([branch], num_tokens=FRAMES * TOKENS) as forward:  # the clean forward is kept
-            model(latents, 0.0, rotary, forward)
-        forward.mark_committed()
+        for sigma, next_sigma in pairwise((1.0, 0.75, 0.5, 0.0, 0.0)):
+            with PagedForwardContext([branch], num_tokens=FRAMES * TOKENS) as forward:
+                latents = latents + (next_sigma - sigma) * model(latents, sigma, rotary, forward)
+        forward.mark_committed()  # of all these forwards only the last counts: at sigma 0 it wrote the keys to keep
         chunks.append(latents)
     return torch.cat(chunks, dim=1)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Paged autoregressive attention in a plain PyTorch DiT.")
-    parser.add_argument("--chunks", type=int, default=12)
     torch.manual_seed(0)
-    print("latents", tuple(generate(DiT().eval(), parser.parse_args().chunks).shape))
+    print("latents", tuple(generate(DiT().eval(), num_chunks=12).shape))

@@ -95,7 +95,10 @@ def test_fused_transformer_equals_torch(fused_projections: bool, shuffle_seed: i
 @pytest.mark.usefixtures("fused_on_cpu")
 def test_sinks_turn_and_extra_rows_stay_as_with_torch() -> None:
     """Sink keys that the kernel wrote are turned in place; the second chunk of a rolling window is extra rows."""
-    pipe, latents = make_pipeline(QUICK.replace(rope_policy="relative", context_mode="rolling")), []
+    pipe, latents = (
+        make_pipeline(QUICK.replace(rope_policy="relative", context_mode="rolling", num_window_frames=6)),
+        [],
+    )
     for write in ("torch", "fused"):
         with stream_of(pipe, cache=CacheOptions(write=write)) as stream:
             assert stream.rollout.runner.attachment.choose_write("cpu", torch.float32).eager == (write == "fused")

@@ -62,6 +62,7 @@ def forward(
     extra: Rows | None = None,
     backend: str | None = None,
     commit: bool = True,
+    max_past: int | None = None,
 ) -> torch.Tensor:
     """One forward through every layer of the pool with the same rows; returns the last layer's output."""
     context = PagedForwardContext(
@@ -70,6 +71,7 @@ def forward(
         start=start,
         num_extra=0 if extra is None else extra.keys.shape[1],
         backend=backend,
+        max_past_tokens=max_past,
     )
     with context:
         for layer in range(context.storage.shape.num_layers):

@@ -11,21 +11,11 @@ from typing import Any
 import pytest
 import torch
 from live_streams import NEW, OLD, live_call, switched_latents
-from tiny_components import QUICK, failing, host_state, latents_of, make_pipeline, record_forwards, record_pools
+from tiny_components import failing, host_state, latents_of, record_forwards, record_pools
 
 from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.cache import KVManager
 from diffusers_ardiff.pipelines import AsyncARStream
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
-@pytest.fixture
-def manager(pipe: ARDiffusionPipeline) -> KVManager:
-    return pipe.create_cache()
 
 
 def stream_of(pipe: ARDiffusionPipeline, **call: Any) -> AsyncARStream:

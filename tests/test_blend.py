@@ -9,35 +9,16 @@ import torch
 from dense import relative_error
 from live_streams import NEW, OLD, THIRD, stream_of, switched_latents, take
 from tiny_components import (
-    QUICK,
     TEXT_DIM,
     TEXT_LEN,
     TOKENS_PER_FRAME,
     failing,
-    latents_of,
-    make_pipeline,
     pool_pages,
     random_embeds,
 )
 
 from diffusers_ardiff import ARDiffusionPipeline, PromptSwitch
 from diffusers_ardiff.cache import KVManager
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
-@pytest.fixture
-def manager(pipe: ARDiffusionPipeline) -> KVManager:
-    return pipe.create_cache()
-
-
-@pytest.fixture(scope="module")
-def plain(pipe: ARDiffusionPipeline) -> torch.Tensor:
-    """Four chunks whose prompt stays."""
-    return latents_of(pipe, None, prompt_embeds=OLD, num_frames=45)
 
 
 class TestBlend:

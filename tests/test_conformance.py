@@ -37,11 +37,6 @@ CALL: dict[str, Any] = {"num_frames": 9, "output_type": "pt"}
 ONE_CHUNK = QUICK.replace(name="one-chunk", chunk_frames=3)
 
 
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
 def video(pipe: ARDiffusionPipeline, prompt: Any = PROMPT, **call: Any) -> torch.Tensor:
     return pipe(prompt, **CALL | {"generator": seed(0)} | call).frames
 

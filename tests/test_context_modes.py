@@ -9,7 +9,7 @@ import torch
 from dense import relative_error
 from dense_video import DenseVideo, absolute, few_steps, relative
 from session_runs import SHUFFLES
-from tiny_components import QUICK, TOKENS_PER_FRAME, failing, make_pipeline, random_embeds, record_forwards, seed
+from tiny_components import TOKENS_PER_FRAME, failing, random_embeds, record_forwards, seed
 
 from diffusers_ardiff import ARDiffusionPipeline, CacheOptions, Recipe, StreamBatch
 from diffusers_ardiff.pipelines import ARStream
@@ -18,12 +18,8 @@ from diffusers_ardiff.recipes import load_recipe
 TEXT, NEW = random_embeds(1), random_embeds(2)
 CHUNK = (1, 16, 3, 4, 6)
 SMALL = {"height": 32, "width": 48, "num_frames": 21}
-KREA, ROLLING = (load_recipe(name).replace(**SMALL) for name in ("krea", "rolling-forcing"))
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
+KREA = load_recipe("krea").replace(**SMALL, encode_first_frame=False)
+ROLLING = load_recipe("rolling-forcing").replace(**SMALL)
 
 
 def noise_of(chunk: int, step: int, shape: tuple[int, ...] = CHUNK) -> torch.Tensor:
@@ -58,8 +54,13 @@ class DenseKrea:
         start = self.frames.shape[2]
         self.video.forget()
         if start > 0:
-            past = [0, *range(max(start - 2, 1), start)]
-            self.video.forward(self.frames[:, :, past], 0.0, range(len(past)), [], keep=True)
+            tail = max(start - 2, 1)
+            past = torch.cat([self.first_frame(tail), self.frames[:, :, tail:]], dim=2)
+            self.video.forward(past, 0.0, range(past.shape[2]), [], keep=True)
+
+    def first_frame(self, tail: int) -> torch.Tensor:
+        """The context's first latent frame; ``tail`` is the first of the others."""
+        return self.frames[:, :, :1]
 
     def chunk(self) -> torch.Tensor:
         place = min(self.frames.shape[2], 3)
@@ -78,7 +79,7 @@ class DenseKrea:
 
 
 class DenseRolling:
-    """Five blocks in one forward, each at its own timestep; 21 frames visible: sink, 3 cached, the blocks."""
+    """Five blocks in one forward, each at its own timestep; 21 frames visible at most: sink, cached ones, the blocks."""
 
     TIMESTEPS = (1000.0, 952.38095, 882.35294, 769.23077, 555.55556)
 
@@ -88,14 +89,14 @@ class DenseRolling:
         self.first = self.num_entered = self.num_forwards = 0
         self.blocks: dict[int, torch.Tensor] = {}
 
-    def past(self) -> list[int]:
-        """Sink and the three cached frames before the oldest block."""
-        start = 3 * self.first
-        return [frame for frame in range(start) if frame < 3 or frame >= start - 3]
+    def past(self, num_blocks: int) -> list[int]:
+        """Sink and the cached frames before the oldest block: as many as make 21 with the sink and the blocks."""
+        start, budget = 3 * self.first, 21 - 3 - 3 * num_blocks
+        return [frame for frame in range(start) if frame < 3 or frame >= start - budget]
 
     def commit(self, clean: torch.Tensor) -> None:
         own = range(3 * self.first, 3 * self.first + 3)
-        self.video.forward(clean, 0.0, own, self.past(), keep=True)
+        self.video.forward(clean, 0.0, own, self.past(1), keep=True)
         self.first += 1
 
     def chunk(self) -> torch.Tensor:
@@ -115,7 +116,8 @@ class DenseRolling:
         ages = {number: self.num_forwards - number for number in self.blocks}
         times = [self.TIMESTEPS[age] for age in ages.values() for _ in range(3)]
         own = range(3 * min(self.blocks), 3 * max(self.blocks) + 3)
-        velocity = self.video.forward(torch.cat(list(self.blocks.values()), dim=2), times, own, self.past())
+        latents, past = torch.cat(list(self.blocks.values()), dim=2), self.past(len(self.blocks))
+        velocity = self.video.forward(latents, times, own, past)
         finished = None
         for (number, age), part in zip(ages.items(), velocity.split(3, dim=2), strict=True):
             clean = self.blocks[number] - self.TIMESTEPS[age] / 1000 * part
@@ -255,15 +257,16 @@ class TestKreaSessions:
 @pytest.mark.parametrize("shuffle_seed", SHUFFLES)
 class TestRolling:
     def test_as_dense(self, pipe: ARDiffusionPipeline, shuffle_seed: int | None) -> None:
-        """Ramp-up, then eight chunks over a window of six frames: the sink is turned, the ring overwritten."""
+        """Ramp-up, then ten chunks: 3 past frames are visible to five chunks, 15 to a commit; the sink is turned for each,
+        the ring overwritten."""
         dense = DenseRolling(pipe)
         with stream_of(pipe, ROLLING, cache=CacheOptions(shuffle_seed=shuffle_seed)) as stream:
-            for _ in range(8):
+            for _ in range(10):
                 assert relative_error(next(stream).latents, dense.chunk()) < 1e-4
 
-    @pytest.mark.parametrize("num_chunks", [1, 3, 7])
+    @pytest.mark.parametrize("num_chunks", [1, 3, 7, 10])
     def test_ramp_down(self, pipe: ARDiffusionPipeline, shuffle_seed: int | None, num_chunks: int) -> None:
-        """A bounded video: the last forwards hold fewer chunks; N + 4 of them, and N - 1 commits."""
+        """A bounded video: the last forwards hold fewer chunks and see more of the past; N + 4 of them, and N - 1 commits."""
         dense = DenseRolling(pipe, num_chunks)
         frames = 1 + 4 * (3 * num_chunks - 1)
         cache = CacheOptions(shuffle_seed=shuffle_seed)
@@ -380,9 +383,9 @@ class TestRollingSessions:
             assert relative_error(both[row], single.frames[0]) < 1e-4
 
     def test_pages_for_the_extra_rows(self, pipe: ARDiffusionPipeline) -> None:
-        """9 frames of window and 12 that are not committed yet, in the plan and in the pool."""
+        """3 frames of sink, 18 of window and 12 that are not committed yet, in the plan and in the pool."""
         plan = pipe.plan_memory(recipe=ROLLING)
-        assert plan.pages_per_branch == -(-21 * TOKENS_PER_FRAME // 16)
+        assert plan.pages_per_branch == -(-33 * TOKENS_PER_FRAME // 16)
         pool = pipe.create_cache(recipe=ROLLING)
         assert pool.plan.pool_bytes == pool.storage.num_bytes == plan.pool_bytes
         small = pipe.create_cache(recipe=ROLLING.replace(context_mode="commit"))
@@ -403,6 +406,11 @@ class TestRollingSessions:
             KREA,
             {"num_window_frames": None, "max_latent_frames": 21, "rope_policy": "absolute", "rope_limit_frames": None},
             "needs a window",
+        ),
+        (
+            ROLLING,
+            {"num_window_frames": 14},
+            "num_window_frames = 14: allowed is at least all chunks of a rolling window = 15",
         ),
         (ROLLING, {"first_chunk_frames": 1}, "chunks of one size and one step list"),
         (ROLLING, {"clean_last_step": True}, "chunks of one size and one step list"),

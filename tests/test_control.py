@@ -30,22 +30,6 @@ SWITCHES: list[dict[str, Any]] = [
 by_mode = pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch["mode"])
 
 
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
-@pytest.fixture
-def manager(pipe: ARDiffusionPipeline) -> KVManager:
-    return pipe.create_cache()
-
-
-@pytest.fixture(scope="module")
-def plain(pipe: ARDiffusionPipeline) -> torch.Tensor:
-    """Four chunks whose prompt stays."""
-    return latents_of(pipe, None, prompt_embeds=OLD, num_frames=45)
-
-
 def in_other_thread(work: Callable[[], Any]) -> Any:
     """Run to the end in another thread; returns or raises what the work does."""
     results: list[Any] = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from dense import relative_error
 from diffusers import WanTransformer3DModel
-from live_streams import NEW, OLD, stream_of, take
+from live_streams import NEW, stream_of, take
 from tiny_components import (
     QUICK,
     latents_of,
@@ -20,22 +20,6 @@ from tiny_components import (
 
 from diffusers_ardiff import ARDiffusionPipeline, ControlInputs
 from diffusers_ardiff.cache import KVManager
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
-@pytest.fixture
-def manager(pipe: ARDiffusionPipeline) -> KVManager:
-    return pipe.create_cache()
-
-
-@pytest.fixture(scope="module")
-def plain(pipe: ARDiffusionPipeline) -> torch.Tensor:
-    """Four chunks whose prompt stays."""
-    return latents_of(pipe, None, prompt_embeds=OLD, num_frames=45)
 
 
 class HookCalls(list[ControlInputs]):

@@ -22,7 +22,7 @@ from session_runs import (
     run,
     stored,
 )
-from tiny_components import PROMPT, QUICK, failing, make_pipeline, seed
+from tiny_components import PROMPT, failing, seed
 
 from diffusers_ardiff import ARDiffusionPipeline, PromptSwitch
 from diffusers_ardiff.cache import (
@@ -512,11 +512,6 @@ def test_restore_is_refused() -> None:
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
 
 
 @pytest.fixture

@@ -12,18 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_components import PROMPT, QUICK, make_pipeline, seed
+from tiny_components import PROMPT, seed
 
 from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.interactive import InteractiveRequest, draw, parse_line, run_interactive
 from diffusers_ardiff.video_io import VideoWriter, read_image, read_video
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "interactive.py"
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
 
 
 @pytest.fixture(scope="module")

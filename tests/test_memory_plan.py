@@ -27,11 +27,6 @@ from diffusers_ardiff.pipelines import ARStream
 from diffusers_ardiff.pipelines.warmup import run_warmup
 
 
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
 def bytes_of(tensors: list[torch.Tensor]) -> int:
     """Bytes of the allocations behind these tensors, each counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

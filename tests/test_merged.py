@@ -171,11 +171,6 @@ def test_ring_state_after_a_merge_is_that_of_two_forwards() -> None:
 # -- pipeline -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
 class TestPipeline:
     @pytest.mark.parametrize("num_prompts", [1, 2])
     @pytest.mark.parametrize("recipe", [QUICK, RECIPE.replace(denoising_steps=(1000,))], ids=["2 steps", "1 step"])

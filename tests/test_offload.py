@@ -10,7 +10,7 @@ import pytest
 import torch
 from rollouts import forward, poison
 from session_runs import CHUNK, NUM_PAGES, SHUFFLES, alone, equal, make_pool, make_stale, rows_of, run, stored
-from tiny_components import PROMPT, QUICK, make_pipeline, seed
+from tiny_components import PROMPT, seed
 
 from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.cache import OutOfPagesError, Session, TextKV, TextLayerKV
@@ -318,11 +318,6 @@ def test_nobody_is_evicted_in_vain() -> None:
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
 
 
 @pytest.mark.parametrize("num_videos", [1, 2])

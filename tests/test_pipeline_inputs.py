@@ -31,11 +31,6 @@ VIDEO = torch.rand(1, 9, 3, 32, 48)
 LATENTS = torch.randn(1, 16, 3, 4, 6)
 
 
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
 @pytest.fixture
 def untouched(pipe: ARDiffusionPipeline) -> Iterator[None]:
     """No pool was allocated and no transformer forward ran in the test."""

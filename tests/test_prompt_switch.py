@@ -15,7 +15,6 @@ from tiny_components import (
     committed_keys,
     failing,
     latents_of,
-    make_pipeline,
     pool_pages,
     random_embeds,
     record_forwards,
@@ -29,16 +28,6 @@ from diffusers_ardiff.pipelines import ARStream
 MODES = ("text", "recache", "flush")
 OLD, NEW = random_embeds(1), random_embeds(2)
 ONE_STEP = QUICK.replace(denoising_steps=(1000,))
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
-@pytest.fixture
-def manager(pipe: ARDiffusionPipeline) -> KVManager:
-    return pipe.create_cache()
 
 
 def stream_of(pipe: ARDiffusionPipeline, embeds: torch.Tensor = OLD, **call: Any) -> ARStream:

@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_components import PROMPT, QUICK, latents_of, make_pipeline, seed
+from tiny_components import PROMPT, QUICK, latents_of, seed
 
 from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.recipes import RECIPE_FIELDS, Recipe, list_recipes, load_recipe, override_recipe
 from diffusers_ardiff.recipes.__main__ import main
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
 
 
 class TestCommand:

@@ -28,7 +28,7 @@ PUBLISHED = {
     "causvid": (3, 0, None, 21, (1000.0, 757.0, 522.0), None, 8.0, False),
     "krea": (3, 1, 5, None, FOUR_STEPS, None, 5.0, True),
     "longlive": (3, 3, window_from_peer(12, 3), None, FOUR_STEPS, None, 5.0, True),
-    "rolling-forcing": (3, 3, 6, None, (1000.0, 800.0, 600.0, 400.0, 200.0), None, 5.0, True),
+    "rolling-forcing": (3, 3, 18, None, (1000.0, 800.0, 600.0, 400.0, 200.0), None, 5.0, True),
     "longlive-2": (8, 8, window_from_peer(32, 8), None, FOUR_STEPS, None, 5.0, True),
     "reward-forcing": (3, 3, window_from_peer(9, 3), None, FOUR_STEPS, None, 5.0, True),
     "self-forcing": (3, 0, window_from_peer(-1, 0), 21, FOUR_STEPS, None, 5.0, True),

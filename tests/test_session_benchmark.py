@@ -4,13 +4,25 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from recorders import FunctionRecorder
 from tiny_components import record_forwards
 
-from diffusers_ardiff.benchmarks.sessions import MODES, TogetherCase, measure_fork, measure_together, tiny_cases
+from diffusers_ardiff.benchmarks.sessions import (
+    MODES,
+    TogetherCase,
+    eager,
+    measure_fork,
+    measure_together,
+    tiny_cases,
+    warm_manager,
+)
+from diffusers_ardiff.cache import KVManager
 from diffusers_ardiff.pipelines import ARDiffusionPipeline
+from diffusers_ardiff.pipelines.warmup import run_warmup
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
@@ -22,8 +34,13 @@ def test_both_ways_make_the_same_chunks_with_half_the_forwards(monkeypatch: pyte
     pipe = case.pipeline(CPU)
     monkeypatch.setattr(TogetherCase, "pipeline", lambda self, device: pipe)
     pools = []
+
+    def noted(*arguments: Any) -> KVManager:
+        pools.append(eager(*arguments))
+        return pools[0]
+
     with record_forwards(pipe.transformer) as seen:
-        result = measure_together(case, device=CPU, repeats=3, modes={"noted": lambda _, pool: pools.append(pool)})
+        result = measure_together(case, device=CPU, repeats=3, modes={"noted": noted})
     rows = [len(latents) for latents in seen.inputs]
     # 4 rounds fill the window; the first of them has no commit.
     warm = [2] * 4 + [2] * 15 + [1] * 10 + [2] * 5
@@ -33,9 +50,27 @@ def test_both_ways_make_the_same_chunks_with_half_the_forwards(monkeypatch: pyte
     assert pools[0].allocator.num_used == 0
 
 
-def test_eager_is_a_mode() -> None:
+def test_the_modes_of_a_device() -> None:
+    """Graphs need a GPU; a CPU is measured without them."""
     case, _ = tiny_cases()
-    assert set(measure_together(case, device=CPU, repeats=1)["together"]) == set(MODES) == {"eager"}
+    together = measure_together(case, device=CPU, repeats=1)["together"]
+    assert (list(together), list(MODES)) == (["eager"], ["eager", "replayed"])
+    assert together["eager"]["replayed_forwards"] == 0
+    with pytest.raises(RuntimeError, match="CUDA graphs need a CUDA device"):
+        measure_together(case, device=CPU, repeats=1, modes=MODES)
+
+
+def test_every_measured_forward_is_replayed() -> None:
+    """The warm-up that the mode asks for, with a recorder for the CPU; one launched forward would spoil the ratio."""
+    case, _ = tiny_cases()
+
+    def record(pipeline: ARDiffusionPipeline, case: TogetherCase) -> KVManager:
+        run_warmup(pipeline, None, None, compile=False, recorder=FunctionRecorder(), **case.warmup_call())
+        return warm_manager(pipeline)
+
+    entry = measure_together(case, device=CPU, repeats=2, modes={"recorded": record})["together"]["recorded"]
+    # As in the first test, with two repeats.
+    assert entry["replayed_forwards"] == 4 + 15 + 10 + 5 + 2 * 15
 
 
 def test_fork_copies_one_window_at_the_first_write() -> None:

@@ -30,11 +30,6 @@ from diffusers_ardiff.context import PagedForwardContext
 from diffusers_ardiff.pipelines import ARStream
 
 
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
-
-
 def stream_of(pipe: ARDiffusionPipeline, prompt: str | list[str] = PROMPT, **call: Any) -> ARStream:
     """A latent stream from seed 0 unless told otherwise."""
     return pipe.stream(prompt, **{"generator": seed(0), "output_type": "latent"} | call)

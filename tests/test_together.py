@@ -11,7 +11,7 @@ import pytest
 import torch
 from dense import relative_error
 from live_streams import NEW, OLD, THIRD
-from tiny_components import QUICK, failing, make_pipeline, random_embeds, record_forwards, seed
+from tiny_components import QUICK, failing, random_embeds, record_forwards, seed
 
 from diffusers_ardiff import ARDiffusionPipeline, StreamBatch, StreamBatchError
 from diffusers_ardiff.cache import KVManager
@@ -19,11 +19,6 @@ from diffusers_ardiff.pipelines import ARStream
 from diffusers_ardiff.video_io import read_video
 
 NUM_STEPS = len(QUICK.denoising_steps)
-
-
-@pytest.fixture(scope="module")
-def pipe() -> ARDiffusionPipeline:
-    return make_pipeline(QUICK)
 
 
 @pytest.fixture

@@ -87,12 +87,14 @@ class TestPlan:
         assert pipe.plan_memory(decode=False).decode_bytes == 0
 
     def test_the_largest_forward_of_a_recipe_counts(self) -> None:
-        """A rolling window of three chunks, with a timestep a token; a context of five frames before chunks of one."""
+        """A rolling window of three chunks, with a timestep a token and the visible keys of a layer gathered; a context of
+        five frames before chunks of one."""
         pipe = make_pipeline(QUICK)
-        rolling = QUICK.replace(context_mode="rolling", denoising_steps=(1000, 700, 400))
+        rolling = QUICK.replace(context_mode="rolling", denoising_steps=(1000, 700, 400), num_window_frames=9)
         frames, tokens = 3 * QUICK.chunk_frames, 3 * QUICK.chunk_frames * TOKENS_PER_FRAME
         expected = forward_bytes(pipe.transformer, (1, 16, frames, 4, 6), tokens)
-        assert pipe.plan_memory(recipe=rolling).forward_bytes == expected
+        gathered = (1 + 9) * TOKENS_PER_FRAME * 2 * 24 * 4
+        assert pipe.plan_memory(recipe=rolling).forward_bytes == expected + gathered
         assert expected > forward_bytes(pipe.transformer, (1, 16, frames, 4, 6))
         recompute = QUICK.replace(context_mode="recompute", chunk_frames=1)
         assert (QUICK.num_sink_frames, QUICK.num_window_frames) == (1, 5)

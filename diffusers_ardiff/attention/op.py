@@ -18,6 +18,7 @@ from ..context import LaunchPlan, PagedLayerInputs, find_launch_plan
 from ..rope import Rotary
 from .keys import layout_from_tensors, write_rows
 from .registry import AttentionBackend, AttentionRequest, Work, select_backend
+from .visible import gather_visible, visible_plan
 from .writing import FUSED_DTYPES, QKNorm, fused_write_refusals
 
 __all__ = ["paged_attention", "paged_norm_rope_write_attn", "paged_write_attn"]
@@ -54,7 +55,7 @@ def _choose(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan) -> 
         head_dim=inputs.key_pool.shape[-1],
         page_size=plan.page_size,
         is_hip=query.is_cuda and torch.version.hip is not None,
-        work=_work_of(plan),
+        work=_work_of(visible_plan(plan)),
         needs_mask=plan.mask is not None,
     )
     key = (request, plan.backend)
@@ -81,6 +82,7 @@ def _check_queries(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPl
 def _attend(
     query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, backend: AttentionBackend, softmax_scale: float
 ) -> torch.Tensor:
+    inputs, plan = gather_visible(inputs, plan), visible_plan(plan)
     rows = query.to(_compute_dtype(query.dtype, inputs.key_pool.dtype))
     # Here, so that backends see stored values only: scores are linear in K, the output is linear in V.
     softmax_scale = softmax_scale * plan.scales.key

@@ -1,4 +1,4 @@
-"""Several sessions in one forward against one forward each, and what a fork costs; weights and keys are random."""
+"""Several sessions in one forward against one forward each, launched and replayed, and what a fork costs; random weights."""
 
 from __future__ import annotations
 
@@ -16,18 +16,6 @@ from ..context import PagedForwardContext
 from ..pipelines import ARDiffusionPipeline, ARStream, StreamBatch
 from ..recipes import Recipe
 from .timing import Timing
-
-Setup = Callable[[ARDiffusionPipeline, KVManager], None]
-"""Prepares a pipeline and the pool of its streams, before any chunk is made."""
-
-
-def _eager(pipeline: ARDiffusionPipeline, pool: KVManager) -> None:
-    """As it comes."""
-
-
-MODES: dict[str, Setup] = {"eager": _eager}
-"""Ways to run the transformer, each measured by itself. One that replays captured graphs belongs here, as a function
-that captures them for the pool given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +54,10 @@ class TogetherCase:
             width=self.width,
         )
 
+    def warmup_call(self) -> dict[str, Any]:
+        """Arguments of a warm-up for all streams."""
+        return {"num_streams": self.num_streams, "text_len": self.text_len, "decode": False}
+
     def pipeline(self, device: torch.device) -> ARDiffusionPipeline:
         """A pipeline of random weights without text encoder and VAE."""
         with device:
@@ -90,23 +82,61 @@ class TogetherCase:
         )
 
 
+Setup = Callable[[ARDiffusionPipeline, TogetherCase], KVManager]
+"""Prepares a pipeline and returns the pool for its streams, before any chunk is made."""
+
+
+def eager(pipeline: ARDiffusionPipeline, case: TogetherCase) -> KVManager:
+    """Every forward is launched kernel by kernel."""
+    return pipeline.create_cache(num_videos=case.num_streams, text_len=case.text_len, decode=False)
+
+
+def replayed(pipeline: ARDiffusionPipeline, case: TogetherCase) -> KVManager:
+    """Every forward is replayed from a CUDA graph, alone and together."""
+    print(f"  {pipeline.warmup(**case.warmup_call(), compile=False)}", flush=True)
+    return warm_manager(pipeline)
+
+
+def warm_manager(pipeline: ARDiffusionPipeline) -> KVManager:
+    """The pool that a warm-up keeps."""
+    if pipeline._warm is None:
+        raise RuntimeError("this pipeline is not warm; call warmup() first.")
+    return pipeline._warm.manager
+
+
+MODES: dict[str, Setup] = {"eager": eager, "replayed": replayed}
+"""Ways to run the transformer, each measured by itself."""
+
+
 def measure_together(
     case: TogetherCase, *, device: torch.device, repeats: int, modes: Mapping[str, Setup] | None = None
 ) -> dict[str, Any]:
     """Wall time of the streams' next chunks, steady state: one after the other, and in joint forwards.
 
-    Returns: for each mode milliseconds a round of chunks, ``one_by_one`` and ``together``, and ``throughput_ratio``, the
-    first median over the second.
+    Args:
+        modes: to measure; None: all of ``MODES`` that the device can do.
+
+    Returns: for each mode milliseconds a round of chunks, ``one_by_one`` and ``together``; ``throughput_ratio``, the
+        first median over the second; ``replayed_forwards``, how many of all that were measured came from a graph.
     """
+    if modes is None:
+        modes = {name: setup for name, setup in MODES.items() if name == "eager" or device.type == "cuda"}
     results = {}
-    for mode, setup in (MODES if modes is None else modes).items():
+    for mode, setup in modes.items():
         pipeline = case.pipeline(device)
-        pool = pipeline.create_cache(num_videos=case.num_streams, text_len=case.text_len, decode=False)
-        setup(pipeline, pool)
+        pool = setup(pipeline, case)
         with ExitStack() as stack:
             streams = [stack.enter_context(_open(pipeline, pool, case, number)) for number in range(case.num_streams)]
+            before = _count_replays(pipeline)
             results[mode] = _time_both(StreamBatch(streams), case, device, repeats)
+            results[mode]["replayed_forwards"] = _count_replays(pipeline) - before
+        pipeline.cooldown()
     return {"label": case.label, "case": _plain(case), "together": results}
+
+
+def _count_replays(pipeline: ARDiffusionPipeline) -> int:
+    graphs = pipeline._warm.graphs if pipeline._warm is not None else None
+    return graphs.num_replays if graphs is not None else 0
 
 
 def _open(pipeline: ARDiffusionPipeline, pool: KVManager, case: TogetherCase, number: int) -> ARStream:
@@ -260,7 +290,9 @@ def describe(result: dict[str, Any]) -> str:
     for mode, entry in result.get("together", {}).items():
         one, joint = entry["one_by_one"]["median_ms"], entry["together"]["median_ms"]
         lines.append(f"  {mode}: one by one {one:.2f} ms, together {joint:.2f} ms a round of chunks")
-        lines.append(f"  {mode}: {entry['throughput_ratio']:.3f} x the throughput")
+        lines.append(
+            f"  {mode}: {entry['throughput_ratio']:.3f} x the throughput, {entry['replayed_forwards']} forwards replayed"
+        )
     fork = result.get("fork")
     if fork is not None:
         for name in ("fork", "first_write", "next_write"):

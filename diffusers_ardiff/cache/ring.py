@@ -89,16 +89,32 @@ class ForwardSpan:
         """Storage indices read: the video keys, then the extra rows."""
         return self.kv_len + self.num_extra
 
+    def oldest(self, geometry: RingGeometry, max_past: int | None = None) -> int:
+        """Oldest visible position after the sink, where the forward sees ``max_past`` tokens after it; None: all stored."""
+        stored = max(self.end - geometry.window_tokens, self.origin)
+        return stored if max_past is None else max(stored, self.start - max_past)
+
+    def visible_ranges(self, geometry: RingGeometry, max_past: int) -> tuple[range, ...] | None:
+        """Storage indices of the sink, of ``max_past`` tokens after it, and of the forward's rows; None: of all stored."""
+        oldest = self.oldest(geometry, max_past)
+        if oldest == self.oldest(geometry):
+            return None
+        parts = (range(geometry.sink_tokens), *self._window_ranges(geometry, oldest), range(self.kv_len, self.seq_len))
+        return tuple(part for part in parts if len(part) > 0)
+
     def written_ranges(self, geometry: RingGeometry) -> tuple[range, ...]:
         """Storage indices of the rows, in row order, as at most four ranges: sink, window, window wrapped, extra."""
         sink = range(self.start, min(self.end, geometry.sink_tokens))
-        window_start = max(self.start, geometry.sink_tokens)
-        num_window = max(self.end - window_start, 0)
-        first = geometry.storage_index(window_start, self.origin)
-        num_first = min(num_window, geometry.sink_tokens + geometry.window_tokens - first)
-        wrapped = range(geometry.sink_tokens, geometry.sink_tokens + num_window - num_first)
-        parts = (sink, range(first, first + num_first), wrapped, range(self.kv_len, self.seq_len))
+        window = self._window_ranges(geometry, max(self.start, geometry.sink_tokens))
+        parts = (sink, *window, range(self.kv_len, self.seq_len))
         return tuple(part for part in parts if len(part) > 0)
+
+    def _window_ranges(self, geometry: RingGeometry, position: int) -> tuple[range, range]:
+        """Storage indices of the window from ``position`` to the end, in order; the second range has wrapped."""
+        count = max(self.end - position, 0)
+        first = geometry.storage_index(position, self.origin)
+        num_first = min(count, geometry.sink_tokens + geometry.window_tokens - first)
+        return range(first, first + num_first), range(geometry.sink_tokens, geometry.sink_tokens + count - num_first)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from ..cache import Branch
 from ..context import PagedForwardContext
 from ..rope import Rotary, VideoRope
 from ..rope_policies import RopePolicy
+from ..transfer import upload
 
 
 class FrameAngles:
@@ -37,22 +38,27 @@ class FrameAngles:
         return self.of(forward)
 
     def of(self, forward: PagedForwardContext) -> Rotary:
-        """(cos, sin) of the tokens of a forward, each (rows, tokens, 1, head_dim), or (1, ...) where rows are alike.
-
-        Extra rows are the frames that follow.
-        """
+        """(cos, sin) of the tokens of a forward, each (rows, tokens, 1, head_dim); extra rows are the frames that follow."""
         return self.at(forward.starts, forward.num_tokens + forward.num_extra)
 
     def at(self, starts: Sequence[int], num_tokens: int) -> Rotary:
         """As ``of``, for rows that begin at these positions. The last two are kept: a merged forward has two."""
         spans = tuple((start // self._tokens, num_tokens // self._tokens) for start in starts)
-        key = spans[:1] if len(set(spans)) == 1 else spans
-        if key not in self._known:
+        if spans not in self._known:
             for oldest in list(self._known)[:-1]:
                 del self._known[oldest]
-            positions = [list(range(start, start + count)) for start, count in key]
-            self._known[key] = self._rope(positions, *self._grid, device=self._device)
-        return self._known[key]
+            self._known[spans] = self._compute(spans)
+        return self._known[spans]
+
+    def _compute(self, spans: Sequence[tuple[int, int]]) -> Rotary:
+        """A row each, also where all are alike: shapes must not say whether they are."""
+        distinct = list(dict.fromkeys(spans))
+        positions = [list(range(start, start + count)) for start, count in distinct]
+        cos, sin = self._rope(positions, *self._grid, device=self._device)
+        if len(distinct) == len(spans):
+            return cos, sin
+        rows = upload(torch.tensor([distinct.index(span) for span in spans]), self._device)
+        return cos[rows], sin[rows]
 
     def turn_sinks(self, forward: PagedForwardContext, branches: Sequence[Branch]) -> None:
         """Turn the sinks of these branches of a forward; once a chunk at most, since its forwards agree on it."""
@@ -62,7 +68,7 @@ class FrameAngles:
             geometry = branch.ring.geometry
             offset = self._policy.sink_offset(
                 num_sink=geometry.sink_tokens // self._tokens,
-                oldest=max(span.end - geometry.window_tokens, span.origin) // self._tokens,
+                oldest=span.oldest(geometry, forward.max_past_tokens) // self._tokens,
                 end=(span.end + span.num_extra) // self._tokens,
             )
             if offset != branch.sink.offset:

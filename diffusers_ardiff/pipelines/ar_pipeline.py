@@ -19,7 +19,7 @@ from ..cache import KVManager, MemoryPlan
 from ..processors import PagedAttachment
 from ..recipes import Recipe, load_recipe, override_recipe
 from .async_stream import AsyncARStream
-from .checks import check_models
+from .checks import check_first_frame, check_models
 from .decoding import DecoderSettings
 from .hook import ControlHook
 from .inputs import CacheOptions, CallArguments, cache_options, call_arguments, check_recipe_fields, check_size
@@ -156,6 +156,7 @@ class ARDiffusionPipeline(
         width = recipe.width if width is None else width
         options = cache_options(cache)
         check_models(self)
+        check_first_frame(self, recipe)
         factor = self.vae_scale_factor_spatial
         attachment = self.paged_attachment(options.backend, options.write)
         attachment.choose_write(self._execution_device.type, options.kv_dtype or self.transformer.dtype)
@@ -173,7 +174,7 @@ class ARDiffusionPipeline(
             ),
             guided=guided,
             text_len=default_text_len(self.tokenizer) if text_len is None else text_len,
-            decoding=self.decoding if decode else None,
+            decoding=self.decoding if decode or recipe.encode_first_frame else None,
             options=options,
             device=self._execution_device,
             layout=self.parallel_layout,

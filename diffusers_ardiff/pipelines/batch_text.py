@@ -31,7 +31,11 @@ class BatchText:
         name = branches[0].name
         known, _ = self._joined.get(name, ([], None))
         if len(known) != len(rows) or any(have is not row for have, row in zip(known, rows, strict=True)):
-            self.set(branches, _join(rows))
+            if len(rows) == 1:
+                # As it is: a stream that is alone and in a batch in turns must not have its text joined every time.
+                self._joined[name] = (rows, rows[0])
+            else:
+                self.set(branches, _join(rows))
         return self._joined[name][1]
 
     def double(self, text: TextKV) -> TextKV:
@@ -53,8 +57,6 @@ class BatchText:
 
 
 def _join(rows: Sequence[TextKV]) -> TextKV:
-    if len(rows) == 1:
-        return rows[0]
     layers = []
     for parts in zip(*(row.layers for row in rows), strict=True):
         tensors = ([t for t in column if t is not None] for column in zip(*parts, strict=True))

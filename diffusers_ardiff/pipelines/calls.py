@@ -13,13 +13,14 @@ from ..context import PagedForwardContext
 from ..graphs import ForwardCall
 from ..merged import MergedForwardContext
 from ..processors import PagedAttachment
+from ..recipes import Recipe
 from ..rope import Rotary, VideoRope
 from ..rope_policies import RopePolicy
 from ..transfer import upload
 from .angles import FrameAngles
 from .denoise import FrameStep
 from .hook import ControlHook, ControlInputs, apply_hook
-from .window import LatentShape
+from .window import LatentShape, max_past_frames
 
 POSITIVE, NEGATIVE = "positive", "negative"
 _CACHE_CONTEXT = {POSITIVE: "cond", NEGATIVE: "uncond"}
@@ -57,6 +58,11 @@ class ForwardCalls:
     def tokens_per_frame(self) -> int:
         """C, tokens of one latent frame."""
         return self._geometry.tokens_per_frame(self._shape.height, self._shape.width)
+
+    def max_past_tokens(self, recipe: Recipe, step: FrameStep) -> int | None:
+        """Tokens beside the sink that a forward sees before its own; None: all that are stored."""
+        frames = max_past_frames(recipe, step.num_frames)
+        return None if frames is None else frames * self.tokens_per_frame
 
     def count_tokens(self, step: FrameStep) -> tuple[int, int]:
         """(tokens, extra rows) of one video in a forward."""
@@ -110,10 +116,7 @@ class ForwardCalls:
             text: of the rows of one half, twice.
         """
         halves = (self.angles.prepare(context), self.angles.at(context.upcoming_starts, context.num_tokens))
-        cos, sin = (
-            torch.cat([half.expand(self._shape.num_videos, -1, -1, -1) for half in pair])
-            for pair in zip(*halves, strict=True)
-        )
+        cos, sin = (torch.cat(pair) for pair in zip(*halves, strict=True))
         arguments = {
             "hidden_states": torch.cat(list(chunks)).to(self._text_stub.dtype),
             "timestep": torch.cat([self._timesteps(timestep) for timestep in timesteps]),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..processors import find_family
+from ..recipes import Recipe
 from .inputs import CallArguments
 
 if TYPE_CHECKING:
@@ -63,6 +64,24 @@ def check_models(pipeline: ARDiffusionPipeline) -> None:
     if z_dim != in_channels:
         raise ValueError(
             f"the transformer has {in_channels} latent channels and the VAE {z_dim}; they are not of one model."
+        )
+
+
+def check_first_frame(pipeline: ARDiffusionPipeline, recipe: Recipe) -> None:
+    """Raise ValueError where a recipe that encodes decoded frames again can't have them before its next chunk."""
+    if not recipe.encode_first_frame:
+        return
+    hindrances = {
+        "the pipeline has no VAE": pipeline.vae is None,
+        "set_decoder(overlap=True) decodes beside the next chunk": pipeline.decoding.options.overlap,
+        "decode_rank=True decodes on another rank": pipeline.parallel_layout.decode_rank,
+    }
+    reasons = [reason for reason, applies in hindrances.items() if applies]
+    if reasons:
+        raise ValueError(
+            f"recipe {recipe.name!r} encodes decoded frames for the context of its next chunk (encode_first_frame=True), and "
+            f"{'; '.join(reasons)}. Change that, or give encode_first_frame=False: the context then keeps the video's first "
+            "latent frame."
         )
 
 

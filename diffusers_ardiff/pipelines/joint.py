@@ -23,6 +23,7 @@ class JointRows:
         rollout: whose sessions they are.
         branches: one a video.
         num_tokens, num_extra: tokens and extra rows of each.
+        max_past: tokens of the past that each sees beside the sink; None: all that are stored.
         arguments: of the transformer, its text excepted.
     """
 
@@ -30,6 +31,7 @@ class JointRows:
     branches: tuple[Branch, ...]
     num_tokens: int
     num_extra: int
+    max_past: int | None
     arguments: Mapping[str, Any]
 
     @property
@@ -55,7 +57,12 @@ def prepare_rows(rollout: Rollout, branch_name: str, step: FrameStep) -> JointRo
     start_frame = branches[0].committed_tokens // rollout.tokens_per_frame
     arguments = rollout.arguments(branch_name, step, start_frame=start_frame)
     return JointRows(
-        rollout=rollout, branches=branches, num_tokens=num_tokens, num_extra=num_extra, arguments=arguments
+        rollout=rollout,
+        branches=branches,
+        num_tokens=num_tokens,
+        num_extra=num_extra,
+        max_past=rollout.calls.max_past_tokens(rollout.recipe, step),
+        arguments=arguments,
     )
 
 
@@ -69,32 +76,36 @@ class JointForward:
         self._text = BatchText()
 
     def run(self, rows: Sequence[JointRows]) -> list[torch.Tensor]:
-        """The transformer's output, a tensor a rollout.
+        """The transformer's output, a tensor a rollout, in the order of ``rows``.
 
         Args:
-            rows: of one branch name, one number of tokens and one text length.
+            rows: of one branch name, one number of tokens, one visible past and one text length.
 
         Raises:
             ValueError: control hooks gave arguments that can't be joined.
         """
-        first = rows[0].rollout
-        branches = [branch for part in rows for branch in part.branches]
-        arguments = join_arguments([part.arguments for part in rows])
+        # In the order of their pages, whichever streams come first: captured forwards are known by it.
+        placed = sorted(rows, key=lambda part: part.branches[0].run.pages[0])
+        first = placed[0].rollout
+        branches = [branch for part in placed for branch in part.branches]
+        arguments = join_arguments([part.arguments for part in placed])
         text = self._text.get(branches)
         if text is None:
             raise RuntimeError("a rollout of a joint forward lost its prompt after it was checked.")
-        for part in rows:
+        for part in placed:
             part.rollout.drop_joined_text()
         forward = PagedForwardContext(
             branches,
             num_tokens=rows[0].num_tokens,
             num_extra=rows[0].num_extra,
             backend=first.runner.attachment.backend,
+            max_past_tokens=rows[0].max_past,
         )
-        for part in rows:
+        for part in placed:
             part.rollout.calls.angles.turn_sinks(forward, part.branches)
         out = first.runner.run(first.calls.joint(forward, arguments, text, branch=branches[0].name))
-        return list(out.split([len(part.branches) for part in rows]))
+        parts = dict(zip(placed, out.split([len(part.branches) for part in placed]), strict=True))
+        return [parts[part] for part in rows]
 
     def clear(self) -> None:
         """Let go of the joined text; the branches keep theirs."""

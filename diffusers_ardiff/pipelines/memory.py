@@ -21,8 +21,17 @@ from ..parallel import ParallelLayout
 from ..processors import TransformerGeometry
 from ..recipes import Recipe
 from .decoding import Decoding
+from .first_frame import num_kept_pixels
 from .inputs import CacheOptions
-from .window import LatentShape, frames_in_forward, latent_frames_in_memory, ring_geometry
+from .vae_stream import spatial_factor, temporal_factor
+from .window import (
+    LatentShape,
+    frames_in_forward,
+    kept_frames,
+    latent_frames_in_memory,
+    max_past_frames,
+    ring_geometry,
+)
 from .work_memory import forward_bytes
 
 
@@ -136,10 +145,20 @@ class CachePlanner:
         row_bytes = geometry.num_heads * geometry.head_dim * self.transformer.dtype.itemsize
         return SideState(
             text_bytes=2 * geometry.num_layers * self.num_branches * self.text_len * row_bytes,
-            vae_state_bytes=0 if self._decoder is None else self._decoder.state_bytes(shape.height, shape.width),
+            vae_state_bytes=0 if self._decoder is None else self._decoder_bytes(self._decoder),
             sink_bytes=self._sink_bytes(),
             latent_bytes=latent_frames_in_memory(self.recipe) * shape.channels * shape.height * shape.width * 4,
         )
+
+    def _decoder_bytes(self, decoder: Decoding) -> int:
+        """Of one session's decoder, and of decoded frames that are kept to be encoded again."""
+        height, width = self.shape.height, self.shape.width
+        state = decoder.state_bytes(height, width)
+        if not self.recipe.encode_first_frame:
+            return state
+        vae, side = decoder.vae, spatial_factor(decoder.vae)
+        count = num_kept_pixels(self.recipe, temporal_factor(vae))
+        return state + count * 3 * height * side * width * side * vae.dtype.itemsize
 
     def _sink_bytes(self) -> int:
         """Of one session's sink keys as they were written, where the policy turns them."""
@@ -196,7 +215,7 @@ class CachePlanner:
         latents = self.shape.chunk(frames_in_forward(self.recipe))
         num_timesteps = latents[2] * self.tokens_per_frame if self.recipe.num_chunks_at_once > 1 else None
         share = -(-forward_bytes(self.transformer, latents, num_timesteps) // self.layout.ulysses_degree)
-        return share + self._widened_bytes()
+        return share + self._widened_bytes() + self._gathered_bytes()
 
     def _widened_bytes(self) -> int:
         """Copy of one layer's window, of every row, that is made of a float8 pool where no kernel converts it on the way."""
@@ -205,6 +224,13 @@ class CachePlanner:
         shape = self.kv_shape
         token = 2 * shape.num_heads * shape.head_dim * self.transformer.dtype.itemsize
         return self.shape.num_videos * self.ring().max_seq_len * token
+
+    def _gathered_bytes(self) -> int:
+        """Of one layer's keys and values, where a forward sees less than is stored and gathers them."""
+        if max_past_frames(self.recipe, 0) is None or self.recipe.num_chunks_at_once == 1:
+            return 0
+        tokens = self.shape.num_videos * kept_frames(self.recipe) * self.tokens_per_frame
+        return tokens * self.kv_shape.bytes_per_token // self.kv_shape.num_layers
 
     def backend_name(self) -> str:
         """The attention backend that the call's forwards will take. Raises ValueError: none can."""

@@ -14,6 +14,7 @@ from ..recipes import Recipe, load_recipe, override_recipe
 from ..validation import check_int
 from .checks import check_components, check_embeds, check_given_latents
 from .decoding import DecodeStream
+from .first_frame import FirstFrame
 from .forwards import ForwardRunner
 from .inputs import (
     CallArguments,
@@ -113,7 +114,7 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
         frames=frames,
         planner=planner,
         given_video=video,
-        decoder=_checked_decoder(pipeline, a, video, num_videos),
+        decoder=_checked_decoder(pipeline, a, video, planner),
         rules=_event_rules(pipeline, a, planner),
     )
 
@@ -159,14 +160,14 @@ def _check_tensors(arguments: CallArguments, recipe: Recipe, shape: LatentShape,
 
 
 def _checked_decoder(
-    pipeline: ARDiffusionPipeline, arguments: CallArguments, given_video: torch.Tensor | None, num_videos: int
+    pipeline: ARDiffusionPipeline, arguments: CallArguments, given_video: torch.Tensor | None, planner: CachePlanner
 ) -> DecodeStream | None:
     """The decoder that the call needs. Raises where the VAE's or the decoder's options forbid to stream it here."""
     if given_video is not None:
         VaeEncodeStream(pipeline.vae).check_options(batch=given_video.shape[0])
-    if arguments.output_type == "latent":
+    if arguments.output_type == "latent" and not planner.recipe.encode_first_frame:
         return None
-    pipeline.decoding.check(pipeline._execution_device, num_videos)
+    pipeline.decoding.check(pipeline._execution_device, planner.shape.num_videos)
     return pipeline.decoding.open(pipeline._execution_device)
 
 
@@ -284,6 +285,8 @@ def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
         device=planner.device,
         groups=pipeline.parallel_groups,
     )
+    if isinstance(rollout, RecomputeRollout) and call.recipe.encode_first_frame:
+        rollout.first_frame = FirstFrame(pipeline.vae, call.recipe)
     rollout.control_hook, rollout.controls = a.control_hook, a.controls
     rollout.merge_commits = a.merge_commits
     return rollout

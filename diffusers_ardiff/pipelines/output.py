@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +82,15 @@ class FrameOutput:
     Args:
         processor: diffusers' video processor.
         settings: output type and number of frames.
-        decoder: state of the decoder; None for latents.
+        decoder: state of the decoder; None for latents, unless somebody watches.
+
+    Attributes:
+        watch: gets every chunk's decoded frames (videos, 3, frames, H, W) in [-1, 1], also those beyond what was asked for.
     """
 
     def __init__(self, processor: Any, settings: StreamSettings, decoder: DecodeStream | None) -> None:
         self.num_frames = 0
+        self.watch: Callable[[torch.Tensor], None] | None = None
         self._processor = processor
         self._settings = settings
         self._decoder = decoder
@@ -98,18 +103,24 @@ class FrameOutput:
     def make(self, latents: torch.Tensor, past: torch.Tensor) -> Any:
         """Frames of the next chunk; ``past`` holds the latents before it, the last frame at least if there is one."""
         settings = self._settings
-        if self._decoder is None:
+        pixels = self._decode(latents, past) if self._decoder is not None else None
+        if pixels is None or settings.output_type == "latent":
             return self._cut(latents, settings.total_latent_frames)
-        return self._processor.postprocess_video(self._decode(latents, past), output_type=settings.output_type)
+        return self._processor.postprocess_video(
+            self._cut(pixels, settings.num_frames), output_type=settings.output_type
+        )
 
     def _decode(self, latents: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        """(videos, 3, frames, height, width) in [-1, 1]."""
+        """All frames (videos, 3, frames, height, width) of these latents, in [-1, 1]."""
         decoder = self._decoder
         assert decoder is not None
         if decoder.num_latent_frames == 0 and past.shape[2]:
             # The decoder was reset on the way: the one short latent frame that it begins with comes from the past.
             decoder.decode(past[:, :, -1:])
-        return self._cut(decoder.decode(latents), self._settings.num_frames)
+        pixels = decoder.decode(latents)
+        if self.watch is not None:
+            self.watch(pixels)
+        return pixels
 
     def fork(self) -> FrameOutput:
         """The same state once more."""

@@ -89,7 +89,9 @@ class OverlappedOutput(FrameOutput):
         for tensor in (latents, past):
             tensor.record_stream(self._lane)
         with torch.cuda.stream(self._lane):
-            video = self._processor.postprocess_video(self._decode(latents, past), output_type="pt")
+            video = self._processor.postprocess_video(
+                self._cut(self._decode(latents, past), self._settings.num_frames), output_type="pt"
+            )
             if self._settings.output_type != "pt":
                 host = torch.empty(video.shape, dtype=video.dtype, pin_memory=True)
                 video = host.copy_(video, non_blocking=True)

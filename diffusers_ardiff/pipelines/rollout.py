@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,6 +86,11 @@ class Rollout(RolloutText):
     def tokens_per_frame(self) -> int:
         """C, tokens of one latent frame."""
         return self.calls.tokens_per_frame
+
+    @property
+    def watch_pixels(self) -> Callable[[torch.Tensor], None] | None:
+        """Takes the decoded frames of every chunk; None where they are not needed, as here."""
+        return None
 
     @property
     def recent_latents(self) -> torch.Tensor:
@@ -309,7 +314,12 @@ class Rollout(RolloutText):
         num_tokens, num_extra = self.calls.count_tokens(step)
         backend = self.runner.attachment.backend
         forward = PagedForwardContext(
-            branches, num_tokens=num_tokens, num_extra=num_extra, start=start, backend=backend
+            branches,
+            num_tokens=num_tokens,
+            num_extra=num_extra,
+            start=start,
+            backend=backend,
+            max_past_tokens=self.calls.max_past_tokens(self.recipe, step),
         )
         arguments = self.arguments(branch_name, step, start_frame=forward.starts[0] // self.tokens_per_frame)
         return self.runner.run(self.calls.plain(forward, arguments, text, branch=branch_name))

@@ -56,7 +56,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         self._noise = noise
         self._settings = settings
         self._prompt = PromptState(rollout)
-        self._output = output
+        self._output, output.watch = output, rollout.watch_pixels
         self._begin_video()
         self._last_event_id: int | None = None
         self._closed = False

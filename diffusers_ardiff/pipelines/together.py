@@ -14,6 +14,7 @@ from .denoise import Denoiser, FrameStep
 from .joint import JointForward, JointRows, prepare_rows
 from .output import ARChunk
 from .stream import ARStream
+from .window import max_past_frames
 
 Result = TypeVar("Result")
 
@@ -259,9 +260,10 @@ def _due_commit(stream: ARStream) -> FrameStep | None:
 
 def _by_size(steps: Iterable[tuple[_Member, FrameStep]]) -> list[list[tuple[_Member, FrameStep]]]:
     """Steps of as many frames and extra frames each, in groups."""
-    groups: dict[tuple[int, int, bool], list[tuple[_Member, FrameStep]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[_Member, FrameStep]]] = {}
     for member, step in steps:
-        key = (step.num_frames, step.num_extra_frames, isinstance(step.timestep, tuple))
+        past = max_past_frames(member.stream.rollout.recipe, step.num_frames)
+        key = (step.num_frames, step.num_extra_frames, past, isinstance(step.timestep, tuple))
         groups.setdefault(key, []).append((member, step))
     return list(groups.values())
 

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, patchify
 
+from ..transfer import upload
 from ..validation import check_int
 from .decode_step import CacheEntry, DecodeStep, decode_step
 
@@ -191,7 +192,7 @@ class _CausalStream:
 
     def _latent_statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean, std = (
-            torch.tensor(values, dtype=torch.float32, device=like.device).view(1, -1, 1, 1, 1)
+            upload(torch.tensor(values, dtype=torch.float32), like.device).view(1, -1, 1, 1, 1)
             for values in (self._vae.config["latents_mean"], self._vae.config["latents_std"])
         )
         return mean, std

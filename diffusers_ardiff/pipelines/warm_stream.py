@@ -3,81 +3,100 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .memory import CachePlanner
+from .together import StreamBatch
 from .window import kept_frames
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
     from .stream import ARStream
-    from .warmup import WarmState
+    from .warm_state import WarmState
 
 RECOMPILE_LIMIT = 256
 
 
 @torch.no_grad()
 def run_chunks(
-    pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, merge_commits: bool
+    pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, num_streams: int, merge_commits: bool
 ) -> tuple[float, ...]:
-    """Make chunks until the window is full and has been overwritten once; seconds of each."""
-    # A merged forward spans two chunks; both have to be steady once.
-    last_frame = _last_frame(planner, num_overwrites=2 if merge_commits else 1)
-    seconds: list[float] = []
-    with _recorded_stream(pipeline, planner, warm, merge_commits=merge_commits) as stream:
-        while not seconds or _has_room(stream, last_frame):
-            start = time.perf_counter()
-            next(stream)
-            # Commit included, so that the last one is captured too where commits are not merged.
-            if not merge_commits:
-                stream.rollout.commit_held()
-            _wait_for(planner.device)
-            seconds.append(time.perf_counter() - start)
+    """Let streams run one by one, then together, while shapes and forwards are recorded; seconds of each chunk."""
+    with _recorded_streams(pipeline, planner, warm, num_streams, merge_commits=merge_commits) as streams:
+        seconds = [one for stream in streams for one in _run_alone(stream)]
+        if num_streams > 1:
+            seconds += _run_together(streams)
     return tuple(seconds)
 
 
 @torch.no_grad()
-def run_recaches(pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState) -> None:
+def run_recaches(pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, num_streams: int) -> None:
     """The same chunks again, each with a prompt switch that rewrites the window behind it."""
-    last_frame = _last_frame(planner, num_overwrites=1)
-    with _recorded_stream(pipeline, planner, warm, merge_commits=False) as stream:
-        embeds = _embeds(pipeline, planner)
-        negative = embeds if planner.guided else None
-        is_first = True
-        while is_first or _has_room(stream, last_frame):
-            is_first = False
-            next(stream)
-            stream.switch_prompt(prompt_embeds=embeds, negative_prompt_embeds=negative, mode="recache")
-        _wait_for(planner.device)
+    embeds = _embeds(pipeline, planner)
+    negative = embeds if planner.guided else None
+    with _recorded_streams(pipeline, planner, warm, num_streams, merge_commits=False) as streams:
+        for stream in streams:
+
+            def make(stream: ARStream = stream) -> None:
+                next(stream)
+                stream.switch_prompt(prompt_embeds=embeds, negative_prompt_embeds=negative, mode="recache")
+
+            _run_steady(stream, make, num_overwrites=1)
 
 
-def _last_frame(planner: CachePlanner, *, num_overwrites: int) -> int:
-    """Latent frames after which nothing new happens."""
-    recipe = planner.recipe
-    overwritten = 0 if recipe.num_window_frames is None else recipe.chunk_frames * num_overwrites
-    return kept_frames(recipe) + overwritten
+def _run_alone(stream: ARStream) -> list[float]:
+    """Make chunks until the window is full and has been overwritten once; seconds of each."""
+    merges = stream.rollout.merge_commits
+
+    def make() -> None:
+        next(stream)
+        # Commit included, so that the last one is captured too where commits are not merged.
+        if not merges:
+            stream.rollout.commit_held()
+
+    # A merged forward spans two chunks; both have to be steady once.
+    return _run_steady(stream, make, num_overwrites=2 if merges else 1)
 
 
-def _has_room(stream: ARStream, last_frame: int) -> bool:
-    return stream.rollout.num_latent_frames + stream.rollout.recipe.chunk_frames <= last_frame
+def _run_together(streams: list[ARStream]) -> list[float]:
+    """The same for joint forwards, from the start; a chunk's commit runs with the next one, hence one more."""
+    for stream in streams:
+        stream.reset()
+    batch = StreamBatch(streams)
+    return _run_steady(streams[0], batch.step, num_overwrites=2)
+
+
+def _run_steady(stream: ARStream, make: Callable[[], object], *, num_overwrites: int) -> list[float]:
+    """Call ``make`` until the stream has filled its window and gone on for so many chunks; seconds of each call."""
+    recipe = stream.rollout.recipe
+    last_frame = kept_frames(recipe)
+    if recipe.num_window_frames is not None:
+        last_frame += recipe.chunk_frames * num_overwrites
+    seconds: list[float] = []
+    while not seconds or stream.rollout.num_latent_frames + recipe.chunk_frames <= last_frame:
+        start = time.perf_counter()
+        make()
+        _wait_for(stream.rollout.device)
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 @contextmanager
-def _recorded_stream(
-    pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, merge_commits: bool
-) -> Iterator[ARStream]:
-    """A stream of the planned size in the warm pool, whose shapes are compiled and whose forwards are captured."""
+def _recorded_streams(
+    pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, num_streams: int, *, merge_commits: bool
+) -> Iterator[list[ARStream]]:
+    """Streams of the planned size in the warm pool, whose shapes are compiled and whose forwards are captured."""
     state = pipeline.call_state
     warm.set_recording(True)
     try:
         call = _stream_call(pipeline, planner) | {"cache": warm.manager, "merge_commits": merge_commits}
         # Shapes of earlier warm-ups count against dynamo's limit too.
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), pipeline.stream(**call) as stream:
-            yield stream
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT), ExitStack() as stack:
+            yield [stack.enter_context(pipeline.stream(**call)) for _ in range(num_streams)]
     finally:
         warm.set_recording(False)
         pipeline.call_state = state

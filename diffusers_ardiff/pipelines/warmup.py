@@ -2,7 +2,7 @@
 
 A warm-up runs one short stream: every chunk while the window fills, the first overwrite, the steady state. Each new
 shape is compiled and each new ``GraphKey`` captured. Later calls of the same size open their sessions in the same pages
-of the same pool, so they meet the same keys.
+of the same pool, so they meet the same keys. With several streams each does so alone, then all do together.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..cache import KVManager, RingGeometry
+from ..cache import KVManager
 from ..graphs import CompiledShapes, GraphSet
-from ..processors import PagedAttachment
 from ..recording import CudaRecorder, Recorder
-from .forwards import ForwardRunner
+from ..validation import check_int
 from .inputs import CacheOptions
 from .memory import CachePlanner, count_replay_texts
+from .warm_state import WarmKey, WarmState
 from .warm_stream import run_chunks, run_recaches
-from .window import LatentShape
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
@@ -37,10 +36,11 @@ class WarmupReport:
 
     Args:
         total_seconds: all of it.
-        chunk_seconds: of each chunk it made; compilation and captures are in the first of them.
+        chunk_seconds: of each chunk it made, or round of chunks made together; compilation and captures are in the
+            first of them.
         capture_seconds: spent on capturing forwards.
         num_compiled_shapes: shapes of forwards that run compiled from now on; others run eagerly.
-        num_graphs: forwards captured, one a run of pages and fill level of the window.
+        num_graphs: forwards captured, one a run of pages and fill level of the window; as many for joint forwards.
         pool_bytes: K/V pool that stays allocated until ``cooldown``.
         text_bytes: text K/V that captured forwards read, allocated as long.
         decoder_seconds: spent on compiling the decoder; 0 where ``set_decoder`` asked for none, or nothing is decoded.
@@ -66,84 +66,6 @@ class WarmupReport:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmKey:
-    """Calls that a warm pool serves."""
-
-    ring: RingGeometry
-    shape: LatentShape
-    dtype: torch.dtype
-    device: torch.device
-    guided: bool
-    options: CacheOptions
-
-    @classmethod
-    def of(cls, planner: CachePlanner) -> WarmKey:
-        """The key of a call."""
-        return cls(
-            ring=planner.ring(),
-            shape=planner.shape,
-            dtype=planner.kv_dtype,
-            device=planner.device,
-            guided=planner.guided,
-            options=replace(planner.options, limit_bytes=None),
-        )
-
-
-@dataclass(kw_only=True, eq=False)
-class WarmState:
-    """What a warm-up left behind.
-
-    Args:
-        key: calls it serves.
-        manager: the pool.
-        attachment: the processors that were compiled and captured.
-        shapes: compiled shapes, None without compilation.
-        graphs: captured forwards, None without captures.
-    """
-
-    key: WarmKey
-    manager: KVManager
-    attachment: PagedAttachment
-    shapes: CompiledShapes | None
-    graphs: GraphSet | None
-
-    def pool_for(self, planner: CachePlanner) -> KVManager | None:
-        """The pool, if it serves such a call and has room for it now."""
-        needed = planner.shape.num_videos * planner.num_branches * self.manager.geometry.num_pages
-        serves = WarmKey.of(planner) == self.key and self.manager.allocator.num_free >= needed
-        return self.manager if serves else None
-
-    def equip(self, runner: ForwardRunner, manager: KVManager) -> None:
-        """Let forwards run compiled, and replay where their sessions lie in the warm pool.
-
-        Raises:
-            RuntimeError: they would replay, but the transformer or the pool is not what was captured.
-        """
-        is_same_host = runner.attachment is self.attachment
-        if self.shapes is not None:
-            # Other processors would compile the blocks again; they know no shape, so they run eagerly.
-            runner.shapes = self.shapes if is_same_host else CompiledShapes()
-        if self.graphs is None or manager is not self.manager:
-            return
-        if not is_same_host:
-            raise RuntimeError(
-                "the transformer or its blocks were replaced after warmup(). Call pipe.warmup() again, or "
-                "pipe.cooldown() to go on without it."
-            )
-        self.graphs.check_pools()
-        self.graphs.check_weights()
-        runner.graphs = self.graphs
-
-    def set_recording(self, recording: bool) -> None:
-        """Whether new shapes are compiled and new forwards captured."""
-        for kept in (self.shapes, self.graphs):
-            if kept is not None:
-                kept.recording = recording
-        if self.graphs is not None and not recording:
-            self.graphs.num_replays = 0
-
-
 class WarmUp:
     """The pipeline's methods around warm-up."""
 
@@ -166,10 +88,11 @@ class WarmUp:
         """Compile the transformer's blocks, capture whole forwards as CUDA graphs, and keep a pool for later calls.
 
         Calls and streams of the same size, window, number of videos and guidance then run in that pool, from their
-        first chunk on as fast as later ones. Others work as before, in a pool of their own; so does a second stream at
-        the same time. A new warm-up replaces the last one. Text of another length and chunks of other sizes (given
-        images) run eagerly, and so do recaches without ``recache``; ``control_hook`` calls that add arguments are not replayed. With ``decode`` (the
-        default) the decoder runs too, and is compiled where ``set_decoder`` asks for it, as by ``warmup_decoder``.
+        first chunk on as fast as later ones. Others work as before, in a pool of their own; so does one stream more
+        than ``num_streams``. A new warm-up replaces the last one. Text of another length and chunks of other sizes
+        (given images) run eagerly, and so do recaches without ``recache``; ``control_hook`` calls that add arguments
+        are not replayed. With ``decode`` (the default) the decoder runs too, and is compiled where ``set_decoder`` asks
+        for it, as by ``warmup_decoder``.
 
         Args:
             height, width: pixels; None: the recipe's.
@@ -179,7 +102,9 @@ class WarmUp:
             recache: also compile and capture the recache of a prompt switch, at every fill level of the window: one more
                 shape for each number of frames it rewrites.
             **call: ``recipe``, ``num_videos``, ``guided``, ``text_len``, ``decode``, ``cache`` (``CacheOptions``), as in
-                ``plan_memory``, and ``merge_commits`` as in a call.
+                ``plan_memory``, and ``merge_commits`` as in a call; ``num_streams``, how many streams at a time find room
+                in the pool (1). Each is captured alone, and all of them in the joint forwards of a ``StreamBatch``, at
+                equal fill levels of their windows; other joint forwards are launched kernel by kernel.
 
         Raises:
             RuntimeError: graphs without a CUDA device, or of a model that is offloaded or cached by hooks.
@@ -226,14 +151,18 @@ def run_warmup(
     *,
     compile: CompileOptions,
     recorder: Recorder | None,
-    merge_commits: bool = False,
     recache: bool = False,
     **call: Any,
 ) -> WarmupReport:
     """``WarmUp.warmup`` with any recorder; see there."""
     start = time.perf_counter()
+    num_streams = check_int("num_streams", call.pop("num_streams", 1), minimum=1)
+    merge_commits = call.pop("merge_commits", False)
     planner = pipeline.plan_cache(height, width, **call)
-    planner.plan(num_replay_texts=0 if recorder is None else count_replay_texts(merge_commits=merge_commits))
+    pool_planner = _for_streams(planner, num_streams)
+    num_texts = 0 if recorder is None else count_replay_texts(merge_commits=merge_commits)
+    # Joint forwards read a text of their own, as large as those of all streams.
+    pool_planner.plan(num_replay_texts=num_texts * (1 if num_streams == 1 else 2))
     transformer = pipeline.transformer
     if recorder is not None:
         _check_capturable(transformer, planner.options)
@@ -244,7 +173,7 @@ def run_warmup(
     try:
         # Before the pool is there, and not in the seconds of a chunk.
         decoder_seconds = _warm_decoder(pipeline, planner)
-        manager = planner.build()
+        manager = pool_planner.build()
         warm = WarmState(
             key=WarmKey.of(planner),
             manager=manager,
@@ -253,9 +182,9 @@ def run_warmup(
             graphs=GraphSet(manager.storage, transformer, recorder) if recorder is not None else None,
         )
         pipeline._warm = warm
-        seconds = run_chunks(pipeline, planner, warm, merge_commits=merge_commits)
+        seconds = run_chunks(pipeline, planner, warm, num_streams=num_streams, merge_commits=merge_commits)
         if recache:
-            run_recaches(pipeline, planner, warm)
+            run_recaches(pipeline, planner, warm, num_streams=num_streams)
     except BaseException:
         pipeline.cooldown()
         raise
@@ -279,6 +208,12 @@ def _warm_decoder(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> float
     shape, factor = planner.shape, pipeline.vae_scale_factor_spatial
     size = (shape.height * factor, shape.width * factor)
     return pipeline.warmup_decoder(*size, recipe=planner.recipe, num_videos=shape.num_videos)
+
+
+def _for_streams(planner: CachePlanner, num_streams: int) -> CachePlanner:
+    """The planner of a pool in which so many such calls find room."""
+    num_videos = planner.shape.num_videos * num_streams
+    return replace(planner, shape=replace(planner.shape, num_videos=num_videos))
 
 
 def _compile_blocks(transformer: Any, options: Mapping[str, Any]) -> None:

@@ -45,6 +45,21 @@ def kept_frames(recipe: Recipe) -> int:
     return recipe.num_sink_frames + recipe.num_window_frames
 
 
+def max_past_frames(recipe: Recipe, num_frames: int) -> int | None:
+    """Frames beside the sink that a forward of ``num_frames`` sees before its own; None: all that are stored.
+
+    In a rolling window all frames of the forward count, so the more chunks it holds, the less of the past is visible.
+    """
+    if recipe.context_mode != "rolling" or recipe.num_window_frames is None:
+        return None
+    return max(recipe.num_window_frames - num_frames, 0)
+
+
+def num_past_frames(recipe: Recipe) -> int:
+    """Latent frames of the window that come before the current chunk, at most."""
+    return (recipe.num_window_frames or 0) - recipe.chunk_frames
+
+
 def frames_in_forward(recipe: Recipe) -> int:
     """Latent frames of the largest forward that every video has, given frames and recaches aside."""
     size = max(recipe.chunk_frames, recipe.first_chunk_frames or 0) * recipe.num_chunks_at_once

@@ -40,7 +40,10 @@ class Recipe:
         context_mode: how the past reaches a chunk. "commit": a clean forward leaves every chunk's keys behind.
             "recompute": the cache is emptied before each chunk, and the keys of the sink and of the window's past frames
             are computed again from their clean latents, at positions 0, 1, ... "rolling": as "commit", but as many
-            chunks as there are steps are denoised in one forward, each one step further than the next.
+            chunks as there are steps are denoised in one forward, each one step further than the next; the window then counts
+            all of them, so the fewer there are, the more of the past is visible, most of it in the commit.
+        encode_first_frame: of "recompute" with a sink of one frame: whether the context's first frame, as soon as the
+            video's first lies before the window, is the pixel frame before the context's others, encoded alone.
         commit_timestep: timestep of the clean forward that leaves a chunk's keys and values behind.
         rope_policy: where rotary positions put the sink, one of `ROPE_POLICIES`; see `rope_policies`.
         rope_limit_frames: of the policy "capped", which keeps positions below it; else None.
@@ -66,6 +69,7 @@ class Recipe:
     warp_steps: bool = True
     clean_last_step: bool = False
     context_mode: str = "commit"
+    encode_first_frame: bool = False
     commit_timestep: float = 0.0
     rope_policy: str = "absolute"
     rope_limit_frames: int | None = None
@@ -164,7 +168,7 @@ class Recipe:
             raise ValueError(f"name = {self.name!r}: allowed is a non-empty string; write one.")
         if not isinstance(self.source, str):
             raise ValueError(f"source = {self.source!r}: allowed is a string; write where the numbers come from.")
-        for field in ("warp_steps", "clean_last_step"):
+        for field in ("warp_steps", "clean_last_step", "encode_first_frame"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} = {getattr(self, field)!r}: allowed are True and False; write one of them.")
         if self.context_mode not in CONTEXT_MODES:
@@ -211,6 +215,14 @@ class Recipe:
                 "context_mode = 'recompute' computes the window's past again before each chunk, so it needs a window: "
                 "set num_window_frames."
             )
+        if self.encode_first_frame and (self.context_mode != "recompute" or self.num_sink_frames != 1):
+            raise ValueError(
+                f"encode_first_frame = True: allowed with context_mode = 'recompute' and num_sink_frames = 1, got "
+                f"{self.context_mode!r} and {self.num_sink_frames}; leave it at False."
+            )
+        if self.context_mode == "rolling" and self.num_window_frames is not None:
+            size = self.num_chunks_at_once * self.chunk_frames
+            _check_room("num_window_frames", self.num_window_frames, "all chunks of a rolling window", size)
         others = (self.first_chunk_frames, self.first_chunk_denoising_steps)
         if self.context_mode == "rolling" and (others != (None, None) or self.clean_last_step):
             raise ValueError(

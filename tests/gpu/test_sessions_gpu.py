@@ -53,10 +53,10 @@ def stream_of(pipe: ARDiffusionPipeline, recipe: Recipe, number: int, **call: An
     )
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "krea, first frame encoded"])
 def test_together_on_gpu_as_alone_on_cpu(name: str) -> None:
     """Two streams, one two chunks ahead, until both have overwritten their windows."""
-    recipe, ahead, rounds = RECIPES[name], 2, 5
+    recipe, ahead, rounds = RECIPES.get(name, KREA.replace(encode_first_frame=True)), 2, 5
     host, device = make_pipeline(recipe), make_pipeline(recipe).to("cuda")
     expected = []
     for number, count in enumerate((ahead + rounds, rounds)):
