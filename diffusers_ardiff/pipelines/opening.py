@@ -40,6 +40,7 @@ from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
 from .stream import ARStream
+from .turns import turn_of
 from .vae_stream import VaeEncodeStream, encode_video, num_pixel_frames
 from .window import LatentShape
 
@@ -227,6 +228,13 @@ def open_stream(
         on_step: called after each denoise step.
         inbox: takes the stream's events already; None: a new one.
     """
+    with turn_of(pipeline.transformer):
+        return _open_stream(pipeline, call, on_step, inbox)
+
+
+def _open_stream(
+    pipeline: ARDiffusionPipeline, call: CheckedCall, on_step: Callable[[], None] | None, inbox: Inbox | None
+) -> ARStream:
     a, planner, groups = call.arguments, call.planner, pipeline.parallel_groups
     check_same_call(groups, call)
     generator = shared_generator(groups, a.generator)
