@@ -103,8 +103,12 @@ class ARDiffusionPipeline(
 
     @property
     def recipe(self) -> Recipe:
-        """How this checkpoint is sampled; saved with the pipeline."""
+        """How this checkpoint is sampled; saved with the pipeline. May be set, to a name, a mapping or a ``Recipe``."""
         return load_recipe(self.config["recipe"])
+
+    @recipe.setter
+    def recipe(self, recipe: str | Mapping[str, Any] | Recipe) -> None:
+        self.register_to_config(recipe=load_recipe(recipe).to_dict())
 
     # -- memory --------------------------------------------------------------------------------------------------
 

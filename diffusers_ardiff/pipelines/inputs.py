@@ -29,6 +29,15 @@ from .settings import StepCallback
 from .steps import StepNoise
 
 OUTPUT_TYPES = ("np", "pt", "pil", "latent")
+_STEPS = "the steps are the recipe's: denoising_steps=[1000, 750, 500, 250] of a call replaces them."
+HOST_ARGUMENTS = {
+    "num_inference_steps": _STEPS,
+    "timesteps": _STEPS,
+    "sigmas": _STEPS,
+    "guidance_scale_2": "two-expert models are not supported.",
+    "attention_kwargs": "set a LoRA's scale with pipe.set_adapters(name, scale).",
+}
+"""What to do instead of arguments of diffusers' Wan pipelines that have no place here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,16 +291,19 @@ def call_arguments(method: str, **arguments: Any) -> CallArguments:
         TypeError: an unknown name; the message has a close one, or all that are known.
     """
     names = [field.name for field in dataclasses.fields(CallArguments) if field.name != "recipe_fields"]
-    check_recipe_fields(method, [name for name in arguments if name not in names], known=names)
+    check_recipe_fields(method, [name for name in arguments if name not in names])
     fields = {name: value for name, value in arguments.items() if name not in names}
     return CallArguments(**{n: v for n, v in arguments.items() if n in names}, recipe_fields=fields)
 
 
-def check_recipe_fields(method: str, given: Iterable[str], *, known: Iterable[str] = ()) -> None:
+def check_recipe_fields(method: str, given: Iterable[str]) -> None:
     """Raise TypeError for a name that is no field of a recipe; the message has a close one, or all that are known."""
-    names = [*known, *RECIPE_FIELDS]
+    arguments = [field.name for field in dataclasses.fields(CallArguments) if field.name != "recipe_fields"]
+    names = [*arguments, *RECIPE_FIELDS]
     for name in given:
         if name not in RECIPE_FIELDS:
             close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
+            hint = HOST_ARGUMENTS.get(name) or (
+                f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
+            )
             raise TypeError(f"{method}() got an unexpected argument {name!r}; {hint}")

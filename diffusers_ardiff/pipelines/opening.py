@@ -15,6 +15,7 @@ from ..validation import check_int
 from .checks import check_components, check_embeds, check_given_latents
 from .decoding import DecodeStream
 from .forwards import ForwardRunner
+from .given import preprocess_image, preprocess_video
 from .inputs import (
     CallArguments,
     FramePlan,
@@ -188,9 +189,9 @@ def _preprocess(pipeline: ARDiffusionPipeline, arguments: CallArguments, planner
     factor = pipeline.vae_scale_factor_spatial
     size = {"height": planner.shape.height * factor, "width": planner.shape.width * factor}
     if arguments.image is not None:
-        return pipeline.video_processor.preprocess(arguments.image, **size)[:, :, None]
+        return preprocess_image(pipeline.video_processor, arguments.image, **size)
     if arguments.video is not None:
-        return pipeline.video_processor.preprocess_video(arguments.video, **size)
+        return preprocess_video(pipeline.video_processor, arguments.video, **size)
     return None
 
 

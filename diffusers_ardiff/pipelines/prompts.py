@@ -21,7 +21,9 @@ def check_switch(mode: str, keep_frames: int = 0, blend_chunks: int = 0) -> None
     check_int("keep_frames", keep_frames, minimum=0)
     if keep_frames and mode != "flush":
         raise ValueError(f"keep_frames={keep_frames} only goes with mode 'flush', got mode {mode!r}.")
-    check_int("blend_chunks", blend_chunks, minimum=1 if mode == "blend" else 0)
+    check_int("blend_chunks", blend_chunks, minimum=0)
+    if mode == "blend" and not blend_chunks:
+        raise ValueError("mode 'blend' needs blend_chunks, over how many chunks the prompt moves; at least 1, got 0.")
     if blend_chunks and mode != "blend":
         raise ValueError(f"blend_chunks={blend_chunks} only goes with mode 'blend', got mode {mode!r}.")
 
