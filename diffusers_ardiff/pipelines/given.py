@@ -19,7 +19,7 @@ def preprocess_image(processor: Any, image: Any, **size: int) -> torch.Tensor:
         TypeError, ValueError: no picture, or values or channels that are none of a picture.
     """
     _check_types("image", image)
-    return _checked("image", processor.preprocess(image, **size)[:, :, None])
+    return _checked("image", processor.preprocess(_as_list(image), **size)[:, :, None])
 
 
 def preprocess_video(processor: Any, video: Any, **size: int) -> torch.Tensor:
@@ -29,7 +29,12 @@ def preprocess_video(processor: Any, video: Any, **size: int) -> torch.Tensor:
         TypeError, ValueError: no frames, or values or channels that are none of a picture.
     """
     _check_types("video", video)
-    return _checked("video", processor.preprocess_video(video, **size))
+    return _checked("video", processor.preprocess_video(_as_list(video), **size))
+
+
+def _as_list(given: Any) -> Any:
+    """Tuples as lists, which is what the host's processor knows."""
+    return [_as_list(part) for part in given] if isinstance(given, (list, tuple)) else given
 
 
 def _check_types(name: str, given: Any) -> None:
@@ -57,7 +62,8 @@ def _is_float(values: np.ndarray | torch.Tensor) -> bool:
 def _checked(name: str, pictures: torch.Tensor) -> torch.Tensor:
     if pictures.shape[1] != 3:
         raise ValueError(
-            f"`{name}` must have 3 channels (red, green, blue), got {pictures.shape[1]}; image.convert('RGB') makes them."
+            f"`{name}` must have 3 channels (red, green, blue), got {pictures.shape[1]}; give {ACCEPTED}, and convert PIL images "
+            "with image.convert('RGB')."
         )
     low, high = pictures.min().item(), pictures.max().item()
     # Resizing may overshoot a little; NaN fails both comparisons.

@@ -106,11 +106,19 @@ def check_choices(output_type: str, callback_tensors: Sequence[str], allowed_ten
     """Raise ValueError for an unknown output type or callback tensor."""
     if output_type not in OUTPUT_TYPES:
         raise ValueError(f"output_type must be one of {list(OUTPUT_TYPES)}, got {output_type!r}.")
-    unknown = [name for name in callback_tensors if name not in allowed_tensors]
+    is_word = isinstance(callback_tensors, str)
+    unknown = [callback_tensors] if is_word else [name for name in callback_tensors if name not in allowed_tensors]
     if unknown:
+        hint = ", which is no list." if is_word else "."
         raise ValueError(
-            f"callback_on_step_end_tensor_inputs has to be in {list(allowed_tensors)}, but found {unknown}."
+            f"callback_on_step_end_tensor_inputs has to be in {list(allowed_tensors)}, but found {unknown}{hint}"
         )
+
+
+def check_callback(callback: Any) -> None:
+    """Raise TypeError for a callback that can't be called."""
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback_on_step_end must be a function, got {callback!r}.")
 
 
 def check_generators(generator: Any, num_videos: int) -> torch.Generator | list[torch.Generator] | None:
@@ -211,6 +219,8 @@ def check_step_noise(noise: Any, recipe: Recipe, shape: tuple[int, int, int, int
 
 def sorted_schedule(schedule: Sequence[PromptSwitch], num_videos: int) -> list[PromptSwitch]:
     """Switches by frame; ValueError for anything that is no ``PromptSwitch`` or has too many or too few prompts."""
+    if not isinstance(schedule, Sequence):
+        raise ValueError(f"prompt_schedule takes a list of PromptSwitch objects, got {schedule!r}.")
     for switch in schedule:
         if not isinstance(switch, PromptSwitch):
             raise ValueError(f"prompt_schedule takes PromptSwitch objects, got {switch!r}.")

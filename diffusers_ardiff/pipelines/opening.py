@@ -19,6 +19,7 @@ from .given import preprocess_image, preprocess_video
 from .inputs import (
     CallArguments,
     FramePlan,
+    check_callback,
     check_choices,
     check_generators,
     check_guidance,
@@ -34,7 +35,7 @@ from .memory import CachePlanner
 from .output import FrameOutput
 from .overlap import OverlappedOutput
 from .parallel import check_same_call, shared_generator
-from .prompts import count_prompts
+from .prompts import check_tensor, count_prompts
 from .recompute import RecomputeRollout
 from .remote_decode import RemoteOutput, check_role
 from .rollout import Rollout
@@ -84,6 +85,9 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
         MemoryLimitError: the plan is larger than ``CacheOptions.limit_bytes``.
     """
     a = arguments
+    for name in ("latents", "context_latents"):
+        if (given := getattr(a, name)) is not None:
+            check_tensor(name, given)
     recipe = override_recipe(load_recipe(a.recipe if a.recipe is not None else pipeline.recipe), a.recipe_fields)
     scale = check_guidance(recipe.guidance_scale if a.guidance_scale is None else a.guidance_scale)
     num_videos = _count_videos(a)
@@ -92,6 +96,7 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
     check_embeds(a, pipeline.transformer.config["text_dim"])
     check_merge(a, recipe, guided=scale > 1.0)
     check_choices(a.output_type, a.callback_tensors, pipeline._callback_tensor_inputs)
+    check_callback(a.callback_on_step_end)
     check_role(pipeline.parallel_layout, a.output_type, pipeline.decoded_elsewhere)
     check_single_source(image=a.image, video=a.video, context_latents=a.context_latents)
     generator = check_generators(a.generator, num_videos)

@@ -28,16 +28,23 @@ def check_switch(mode: str, keep_frames: int = 0, blend_chunks: int = 0) -> None
         raise ValueError(f"blend_chunks={blend_chunks} only goes with mode 'blend', got mode {mode!r}.")
 
 
+def check_tensor(name: str, value: object) -> None:
+    """Raise TypeError for anything but a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {value!r}.")
+
+
 def count_prompts(prompt: str | list[str] | None, prompt_embeds: torch.Tensor | None, name: str = "prompt") -> int:
     """How many prompts there are.
 
     Raises:
         ValueError: both or none given, an empty list, or embeddings of another rank.
-        TypeError: a prompt is no string.
+        TypeError: a prompt is no string, or embeddings are no tensor.
     """
     if (prompt is None) == (prompt_embeds is None):
         raise ValueError(f"give either `{name}` or `{name}_embeds`, exactly one of them.")
     if prompt_embeds is not None:
+        check_tensor(f"{name}_embeds", prompt_embeds)
         if prompt_embeds.ndim != 3 or prompt_embeds.shape[0] == 0:
             raise ValueError(
                 f"`{name}_embeds` must be (prompts, text_len, text_dim), got {tuple(prompt_embeds.shape)}."
