@@ -248,14 +248,19 @@ class PagedForwardContext:
         """End the forward as succeeded and advance every branch past it. No-op where it was committed already.
 
         Raises:
-            RuntimeError: not prepared, failed, or a later forward has run on a branch since; no branch has advanced
-                then.
+            RuntimeError: not prepared, failed, nothing was written, or a later forward has run on a branch since; no
+                branch has advanced then.
         """
         if not self.is_prepared:
             raise RuntimeError("this forward never ran: call prepare(), run the transformer, then mark_committed().")
         self.close(succeeded=True)
         for branch, span in zip(self.branches, self.spans, strict=True):
             branch.check_commit(span)
+        if not any(self._written_layers):
+            raise RuntimeError(
+                "no layer wrote keys in this forward, so there is nothing to commit. Run the transformer inside "
+                "`with context, paged.bind(context, ...)`; after replaying a graph of your own, call mark_written()."
+            )
         for branch, span in zip(self.branches, self.spans, strict=True):
             branch.commit(span)
 

@@ -55,6 +55,7 @@ class Job:
 
     Raises:
         ValueError: ``resume`` with .gif files; ``warmup`` without a CUDA device, or with a rank that only decodes.
+        IsADirectoryError: a folder has the name of a video.
     """
 
     def __init__(
@@ -65,6 +66,9 @@ class Job:
                 f"{request.output.name}: a .gif can't hold what it was made from, so resuming would not know finished ones; "
                 "write .mp4 or .webm, or leave resume out."
             )
+        for index in range(len(request.prompts)):
+            if request.path(index).is_dir():
+                raise IsADirectoryError(f"{request.path(index)} is a folder; give another output, or remove it.")
         if warmup:
             check_warmup(pipeline)
         self.pipeline, self.request, self.warmup = pipeline, request, warmup
@@ -206,7 +210,8 @@ def index_path(output: Path) -> Path:
 
 def read_comment(path: Path) -> str:
     """The comment that a video file was written with; empty where it has none or can't be read."""
-    with suppress(av.error.FFmpegError), av.open(str(path)) as container:
+    # A file of somebody else may hold bytes that are no UTF-8.
+    with suppress(av.error.FFmpegError), av.open(str(path), metadata_errors="replace") as container:
         # Matroska, and so webm, writes keys in capitals.
         return {key.lower(): value for key, value in container.metadata.items()}.get("comment", "")
     return ""

@@ -259,9 +259,11 @@ def _labelled(image: Frames, size: tuple[int, int], label: str) -> Image.Image:
 
 
 class _PartFile:
-    """A hidden file beside ``target`` that becomes it on :meth:`commit`."""
+    """A hidden file beside ``target`` that becomes it on :meth:`commit`; a link is followed, and stays a link."""
 
     def __init__(self, target: Path) -> None:
+        if target.is_symlink():
+            target = Path(os.path.realpath(target))
         if not target.parent.is_dir():
             raise FileNotFoundError(f"The folder {target.parent} does not exist, so {target.name} cannot be written.")
         if target.is_dir():

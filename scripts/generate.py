@@ -23,7 +23,7 @@ from diffusers_ardiff.jobs import VideoResult, generate_videos
 from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.parallel import LaunchError, check_launch
 from diffusers_ardiff.pipelines.prompts import SWITCH_MODES
-from diffusers_ardiff.recipes import list_recipes
+from diffusers_ardiff.recipes import list_recipes, override_recipe
 
 SWITCH_MODE_HELP = (
     "what becomes of the past at a switch (default: %(default)s). recache: the window is rewritten under the new prompt; "
@@ -69,6 +69,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", help="original-layout weights to load over the model")
     parser.add_argument("--lora", help="LoRA file that belongs to the checkpoint, merged into it")
     parser.add_argument("--recipe", help=f"a .json file or one of {', '.join(list_recipes())} (default: the model's)")
+    parser.add_argument(
+        "--num-window-frames", type=int, help="latent frames seen, the sink not counted (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--num-sink-frames", type=int, help="first latent frames that are never forgotten (default: the recipe's)"
+    )
     parser.add_argument("--fps", type=float, help="of the file (default: the recipe's)")
     parser.add_argument(
         "--limit-bytes", type=int, help="refuse to allocate more for a video's cache and decoder (default: no limit)"
@@ -120,17 +126,25 @@ def read_switches(args: argparse.Namespace) -> list[PromptSwitch]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 2 for bad input, 1 where a video failed."""
+    """Run the command; returns 2 for bad input, 1 where a video failed, 130 after Ctrl-C."""
     args = parse_arguments(argv)
     state = PartialState(cpu=not torch.cuda.is_available())
-    if state.num_processes > 1:
-        # A launcher ends the others when one fails; half-written files are removed on the way out.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return run(args, state)
+    except KeyboardInterrupt:
+        print("interrupted: finished videos are kept, and --resume goes on from there.", file=sys.stderr)
+        return 128 + signal.SIGINT
     finally:
         # Left to the interpreter's end, the group's threads can outlive what they need and abort the process.
         state.destroy_process_group()
+
+
+def exit_on_signals() -> None:
+    """Turn the signals of launchers, schedulers and closed terminals into an exit that removes half-written files."""
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        # One that is to be ignored (nohup) stays so.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda received, _frame: sys.exit(128 + received))
 
 
 def run(args: argparse.Namespace, state: PartialState) -> int:
@@ -156,6 +170,9 @@ def run(args: argparse.Namespace, state: PartialState) -> int:
         pipeline = load_pipeline(
             args.model, state.device, recipe=args.recipe, checkpoint=args.checkpoint, lora=args.lora
         )
+        fields = {"num_window_frames": args.num_window_frames, "num_sink_frames": args.num_sink_frames}
+        given = {name: value for name, value in fields.items() if value is not None}
+        pipeline.recipe = override_recipe(pipeline.recipe, given)
         if args.ulysses != 1 or args.guidance_parallel or args.decode_rank:
             pipeline.enable_parallelism(
                 ulysses_degree=args.ulysses, guidance_parallel=args.guidance_parallel, decode_rank=args.decode_rank
@@ -181,4 +198,5 @@ def report(request: GenerationRequest, results: Sequence[VideoResult]) -> None:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

@@ -18,6 +18,7 @@ from diffusers_ardiff import MemoryLimitError
 from diffusers_ardiff.generation import check_warmup
 from diffusers_ardiff.interactive import HELP, InteractiveRequest, run_interactive
 from diffusers_ardiff.load import load_pipeline
+from diffusers_ardiff.recipes import override_recipe
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,6 +44,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="tiny", help="built-in model, diffusers folder or hub id")
     parser.add_argument("--recipe", help="name or .json file (default: the model's)")
+    parser.add_argument(
+        "--num-window-frames", type=int, help="latent frames seen, the sink not counted (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--num-sink-frames", type=int, help="first latent frames that are never forgotten (default: the recipe's)"
+    )
     return parser.parse_args(argv)
 
 
@@ -61,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         pipeline = load_pipeline(args.model, device, recipe=args.recipe)
+        fields = {"num_window_frames": args.num_window_frames, "num_sink_frames": args.num_sink_frames}
+        given = {name: value for name, value in fields.items() if value is not None}
+        pipeline.recipe = override_recipe(pipeline.recipe, given)
         if args.overlap:
             pipeline.set_decoder(overlap=True)
         if args.warmup:

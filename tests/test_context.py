@@ -375,15 +375,25 @@ def test_what_was_committed_already_is_a_no_op(branch) -> None:
     """The check for a lost forward must not refuse a second commit, or one after the session's own."""
     context = PagedForwardContext([branch], num_tokens=24)
     with context:
-        pass
+        context.mark_written()
     assert branch.commit() == 24
     context.mark_committed()
     context.mark_committed()
     recache = PagedForwardContext([branch], num_tokens=24, start=0)
     with recache:
-        pass
+        recache.mark_written()
     recache.mark_committed()
     assert branch.committed_tokens == 24
+
+
+def test_forward_without_a_write_is_not_committed(branch) -> None:
+    """In a loop where the processors were not bound, the stock model ran, and slots that nobody had written became
+    history, without a word."""
+    with PagedForwardContext([branch], num_tokens=24) as context:
+        pass
+    with pytest.raises(RuntimeError, match=r"no layer wrote keys.*paged\.bind.*mark_written\(\)"):
+        context.mark_committed()
+    assert branch.committed_tokens == 0
 
 
 def test_failed_preparation_gives_the_branches_back(branch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,6 +419,7 @@ def test_ten_thousand_chunks() -> None:
         begin = time.process_time()
         context = PagedForwardContext([branch], num_tokens=24).prepare()
         inputs = context.layer_inputs(0)
+        context.mark_written()
         context.mark_committed()
         seconds.append(time.process_time() - begin)
         if chunk >= 4:

@@ -186,7 +186,7 @@ class TestBadEvents:
             ({"prompt": "blue", "mode": "reset"}, "unknown prompt switch mode 'reset'"),
             ({"prompt": "blue", "keep_frames": 1}, "keep_frames=1 only goes with mode 'flush'"),
             ({"prompt": "blue", "blend_chunks": 1}, "blend_chunks=1 only goes with mode 'blend'"),
-            ({"prompt": "blue", "mode": "blend"}, "blend_chunks must be a whole number >= 1, got 0"),
+            ({"prompt": "blue", "mode": "blend"}, "mode 'blend' needs blend_chunks.*at least 1, got 0"),
             ({"prompt": "blue", "event_id": -2}, "event_id must be a whole number >= 0"),
             ({"prompt": ["a", "b"]}, "the event has 2 prompts for 1 videos"),
             ({"prompt_embeds": torch.zeros(TEXT_LEN, TEXT_DIM)}, r"must be \(prompts, text_len, text_dim\)"),

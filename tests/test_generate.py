@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -162,3 +165,54 @@ def test_failure_in_the_middle_keeps_the_old_file(
     assert calls == [9, 12]
     assert output.read_bytes() == b"precious"
     assert [path.name for path in tmp_path.iterdir()] == ["clip.mp4"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_leave_nothing_half_written(model: Path, tmp_path: Path, number: int, status: int) -> None:
+    """A terminated run (a scheduler's time limit, a closed terminal) left its hidden part file; Ctrl-C gave a traceback."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), PROMPT, "--model", str(model), "--num-frames", "100000"]
+    command += ["--num-window-frames", "3", "--output", str(tmp_path / "clip.mp4")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        deadline = time.monotonic() + 120
+        while not any(tmp_path.iterdir()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == status
+    assert list(tmp_path.iterdir()) == []
+    assert "Traceback" not in errors
+    assert ("--resume goes on" in errors) == (number == signal.SIGINT)
+
+
+def test_window_of_the_command_line(model: Path, tmp_path: Path) -> None:
+    """A recipe with the full history could not be given a window without a recipe file of one's own."""
+    full = QUICK.replace(num_sink_frames=0, num_window_frames=None, max_latent_frames=6)
+    recipe = tmp_path / "full.json"
+    recipe.write_text(json.dumps(full.to_dict()))
+    arguments = (PROMPT, "--model", model, "--recipe", recipe, "--num-frames", 33, "--output", tmp_path / "clip.mp4")
+    assert run_main(*arguments) == 2
+    assert run_main(*arguments, "--num-window-frames", 5, "--num-sink-frames", 1) == 0
+    (expected,) = generate(model, prompts=[PROMPT], output=tmp_path / "same.mp4", num_frames=33)
+    np.testing.assert_array_equal(read_video(tmp_path / "clip.mp4")[0], read_video(expected)[0])
+
+
+def test_folder_with_the_name_of_the_video(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was noticed when the first chunk was there, with a traceback, as if the video had failed."""
+    (tmp_path / "clip.mp4").mkdir()
+    assert run_main(PROMPT, "--model", model, "--num-frames", 9, "--output", tmp_path / "clip.mp4") == 2
+    assert (
+        capsys.readouterr().err.splitlines()[-1].endswith("clip.mp4 is a folder; give another output, or remove it.")
+    )
+
+
+def test_link_is_followed(model: Path, tmp_path: Path) -> None:
+    """The link was replaced by the file, and what it led to stayed as it was."""
+    (tmp_path / "large").mkdir()
+    for suffix in (".mp4", ".png"):
+        (tmp_path / f"clip{suffix}").symlink_to(Path("large") / f"real{suffix}")
+    generate(model, prompts=[PROMPT], output=tmp_path / "clip.mp4", num_frames=9)
+    assert all((tmp_path / f"clip{suffix}").is_symlink() for suffix in (".mp4", ".png"))
+    assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["real.mp4", "real.png"]
+    assert len(read_video(tmp_path / "clip.mp4")[0]) == 9

@@ -17,7 +17,7 @@ from test_docs import blocks
 from tiny_components import PROMPT, QUICK, make_pipeline
 
 from diffusers_ardiff.generation import GenerationRequest
-from diffusers_ardiff.jobs import Job, generate_videos, index_path
+from diffusers_ardiff.jobs import Job, generate_videos, index_path, read_comment
 from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.parallel import ParallelLayout
 from diffusers_ardiff.video_io import VideoWriter, read_video
@@ -273,3 +273,22 @@ def test_gif_files_cannot_be_resumed(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"clip\.gif.*can't hold.*\.mp4 or \.webm"):
         Job(pipe, gif, resume=True)
     assert [result.status for result in generate_videos(pipe, gif)] == ["made"]
+
+
+def test_resume_reads_no_index(model: Path, tmp_path: Path) -> None:
+    """What is finished stands in the videos; a damaged index is written anew."""
+    pipeline = load_pipeline(str(model), torch.device("cpu"))
+    generate_videos(pipeline, request(tmp_path))
+    (tmp_path / "clip-001.mp4").write_bytes((tmp_path / "clip-001.mp4").read_bytes()[:200])
+    (tmp_path / "clip-index.json").write_text('{"videos": [{"ind')
+    results = generate_videos(pipeline, request(tmp_path), resume=True)
+    assert [result.status for result in results] == statuses(tmp_path) == ["kept", "made", "kept"]
+
+
+def test_resume_beside_a_file_of_somebody_else(tmp_path: Path) -> None:
+    """Metadata that is no UTF-8 was a UnicodeDecodeError."""
+    path = tmp_path / "clip.mp4"
+    with VideoWriter(path, fps=16, comment="written in latin one") as writer:
+        writer.write(np.zeros((1, 16, 16, 3), np.uint8))
+    path.write_bytes(path.read_bytes().replace(b"latin one", b"l\xe4t\xefn \xf6ne"))
+    assert read_comment(path).startswith("written in l")

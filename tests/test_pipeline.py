@@ -563,6 +563,27 @@ class TestNextCall:
 
 
 class TestCallbacks:
+    @pytest.mark.parametrize(
+        ("returned", "error", "message"),
+        [
+            (3, TypeError, "must return a dictionary of tensors, or None, got 3"),
+            ({"latents": torch.zeros(1)}, ValueError, r"`latents` of shape \(1, 16, 3, 4, 6\), got \(1,\)"),
+            ({"latents": None}, ValueError, "got None"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(
+        self, pipe: ARDiffusionPipeline, returned: Any, error: type[Exception], message: str
+    ) -> None:
+        """It came back as ``unsupported operand type(s) for |``, or an IndexError three calls further."""
+        with pytest.raises(error, match=message):
+            latents_of(pipe, callback_on_step_end=lambda *_: returned)
+
+    def test_dtype_of_the_latents_stays(self, pipe: ARDiffusionPipeline) -> None:
+        """Half precision from a callback made a half-precision video."""
+        video = latents_of(pipe, callback_on_step_end=lambda *a: {"latents": a[-1]["latents"].double()})
+        assert video.dtype == torch.float32
+        assert torch.equal(video, latents_of(pipe))
+
     def test_step_counts_over_all_chunks(self, pipe: ARDiffusionPipeline) -> None:
         seen: list[tuple[int, float]] = []
         latents_of(

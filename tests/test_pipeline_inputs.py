@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tiny_components import (
     PROMPT,
     QUICK,
@@ -126,6 +127,35 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "step noise size": ({"step_noise": torch.randn(2, 1, 1, 16, 4, 4, 6)}, ValueError, "`step_noise` must be"),
     "step noise list": ({"step_noise": [0.0]}, TypeError, "must be a tensor or a function, got list"),
     "cache": ({"cache": 10**9}, TypeError, r"`cache` must be CacheOptions.*create_cache\(\), got 1000000000"),
+    "image file": ({"image": "cat.png"}, TypeError, r"`image` must be PIL images.*got 'cat.png'.*PIL\.Image\.open"),
+    "no image": ({"image": []}, ValueError, "`image` is an empty list"),
+    "image of bytes": (
+        {"image": np.full((32, 48, 3), 255, np.uint8)},
+        ValueError,
+        r"`image` must be .*floats in \[0, 1\], got uint8\. Divide by 255",
+    ),
+    "video of bytes": ({"video": [np.zeros((32, 48, 3), np.uint8)] * 5}, ValueError, "`video` must be .*got uint8"),
+    "image up to 255": ({"image": VIDEO[:, 0] * 255}, ValueError, r"`image` must be .*got -?\d.*\.\. 25[45]"),
+    "image nan": ({"image": VIDEO[:, 0] * float("nan")}, ValueError, r"`image` must be .*got nan"),
+    "image with alpha": ({"image": Image.new("RGBA", (48, 32))}, ValueError, r"3 channels .*got 4.*convert\('RGB'\)"),
+    "grey image": ({"image": Image.new("L", (48, 32))}, ValueError, "`image` must have 3 channels"),
+    "video with alpha": ({"video": [Image.new("RGBA", (48, 32))] * 5}, ValueError, "`video` must have 3 channels"),
+    "noise list": ({"latents": [1.0]}, TypeError, r"`latents` must be a tensor, got \[1.0\]"),
+    "embeds list": ({"prompt": None, "prompt_embeds": [1.0]}, TypeError, "`prompt_embeds` must be a tensor"),
+    "context list": ({"context_latents": [1.0]}, TypeError, "`context_latents` must be a tensor"),
+    "one switch": (
+        {"prompt_schedule": PromptSwitch(latent_frame=3, prompt="a")},
+        ValueError,
+        "prompt_schedule takes a list of PromptSwitch objects, got PromptSwitch",
+    ),
+    "callback": ({"callback_on_step_end": 3}, TypeError, "callback_on_step_end must be a function, got 3"),
+    "callback tensors as a word": (
+        {"callback_on_step_end_tensor_inputs": "latents"},
+        ValueError,
+        r"has to be in \['latents', .*but found \['latents'\]",
+    ),
+    "steps": ({"num_inference_steps": 50}, TypeError, r"'num_inference_steps'; .*denoising_steps="),
+    "misspelt": ({"num_frame": 9}, TypeError, "'num_frame'; did you mean 'num_frames'"),
     "recipe": ({"recipe": "sora"}, ValueError, "unknown recipe 'sora': known are .*'longlive'"),
 }
 
@@ -270,6 +300,15 @@ class TestEncodePrompt:
         pipe = make_pipeline(QUICK, tokenizer=make_tokenizer(limit))
         assert pipe.encode_prompt("blue")[0].shape[1] == expected
         assert pipe.plan_memory().text_bytes == 2 * 2 * expected * 2 * 12 * 4
+
+    def test_cut_prompts_are_told(self, pipe: ARDiffusionPipeline, caplog: pytest.LogCaptureFixture) -> None:
+        """The end of a prompt that is longer than the text window was dropped without a word."""
+        fits, too_long = " ".join(["red"] * (TEXT_LEN - 1)), " ".join([*["red"] * (TEXT_LEN - 1), "blue", "circle"])
+        pipe.encode_prompt([fits, PROMPT])
+        assert not caplog.records
+        pipe.encode_prompt([fits, too_long])
+        (record,) = caplog.records
+        assert "14 tokens and 12 fit" in record.getMessage() and "'blue circle'" in record.getMessage()
 
     def test_non_finite_padding(self, pipe: ARDiffusionPipeline) -> None:
         """Zero times NaN is NaN: a padding row that overflows in the encoder must still be zero."""

@@ -582,7 +582,9 @@ def test_frames_beyond_the_host_table(transformer, frame: int) -> None:
     run, dense = PagedRun(transformer, 0, 6), DenseRun(transformer, 0, 6, table_frames=5010)
     (branch,) = run.branches
     for length in [6] * (frame // 6) + [frame % 6]:
-        PagedForwardContext([branch], num_tokens=length * TOKENS).prepare().mark_committed()
+        with PagedForwardContext([branch], num_tokens=length * TOKENS) as context:
+            context.mark_written()
+        context.mark_committed()
     branch.flush(0)
     assert branch.committed_tokens == frame * TOKENS
     dense.skip_to(frame)

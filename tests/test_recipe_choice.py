@@ -99,3 +99,18 @@ def test_recipe_from_a_file(pipe: ARDiffusionPipeline, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(mine.to_dict()), encoding="utf-8")
     assert torch.equal(latents_of(pipe, recipe=str(tmp_path / "mine.json")), latents_of(pipe, recipe=mine))
     assert torch.equal(latents_of(pipe, recipe=mine.to_dict()), latents_of(pipe, recipe=mine))
+
+
+@pytest.mark.parametrize("form", ["object", "mapping"])
+def test_recipe_may_be_set(tmp_path: Path, form: str) -> None:
+    """``pipe.recipe = ...`` was refused as a property without a setter, and nothing said how else to keep a recipe."""
+    pipe, mine = make_pipeline(QUICK), QUICK.replace(name="mine", num_window_frames=3)
+    expected = latents_of(pipe, recipe=mine)
+    pipe.recipe = mine if form == "object" else mine.to_dict()
+    assert pipe.recipe == mine
+    assert torch.equal(latents_of(pipe, recipe=None), expected)
+    pipe.save_pretrained(tmp_path)
+    assert ARDiffusionPipeline.from_pretrained(tmp_path).recipe == mine
+    with pytest.raises(ValueError, match="unknown recipe 'sora'"):
+        pipe.recipe = "sora"
+    assert pipe.recipe == mine

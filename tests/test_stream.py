@@ -176,6 +176,16 @@ class TestEnd:
                 assert torch.equal(pipe.transformer(x, t, torch.ones(1, 4, 32), return_dict=False)[0], before)
         assert torch.equal(torch.cat(chunks, dim=2), plain)
 
+    @pytest.mark.parametrize("output_type", ["latent", "pt"])
+    def test_opened_in_inference_mode(self, pipe: ARDiffusionPipeline, output_type: str) -> None:
+        """Its pool could be written in that mode only: the first chunk outside failed with an in-place update."""
+        with torch.inference_mode():
+            stream = stream_of(pipe, num_frames=33, output_type=output_type)
+            frames = [next(stream).frames]
+        frames += [chunk.frames for chunk in stream]
+        expected = pipe(PROMPT, num_frames=33, generator=seed(0), output_type=output_type).frames
+        assert torch.equal(torch.cat(frames, dim=2 if output_type == "latent" else 1), expected)
+
     def test_closed_by_a_callback(self, pipe: ARDiffusionPipeline) -> None:
         manager = pipe.create_cache()
         stream = stream_of(pipe, cache=manager, callback_on_step_end=lambda *_args: stream.close())

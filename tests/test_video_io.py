@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -347,3 +350,29 @@ class TestPictures:
         with pytest.raises(ValueError, match="frames must be uint8"):
             save_contact_sheet(make_frames()[0], tmp_path / "sheet.png")
         assert list(tmp_path.iterdir()) == []
+
+
+FULL_DISK = """
+import resource, signal, sys
+import numpy as np
+from diffusers_ardiff.video_io import VideoWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+frames = np.random.default_rng(0).integers(0, 256, (8, 64, 64, 3), dtype=np.uint8)
+try:
+    with VideoWriter(sys.argv[1], fps=16) as writer:
+        writer.write(frames)
+except OSError as error:
+    print("refused", error.errno)
+"""
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".webm", ".gif"])
+def test_disk_that_takes_no_more(tmp_path: Path, suffix: str) -> None:
+    """The system refuses to write beyond 8 kB: an error, the old file, and no part of the new one."""
+    path = tmp_path / f"clip{suffix}"
+    path.write_bytes(b"precious")
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == f"refused {errno.EFBIG}\n"
+    assert path.read_bytes() == b"precious"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]

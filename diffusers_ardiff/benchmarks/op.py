@@ -154,7 +154,11 @@ class SteadyState:
         spans: list[list[tuple[int, int]]] | None = None,
     ) -> PagedForwardContext:
         num_tokens = self.case.num_queries
-        return PagedForwardContext(branches, num_tokens=num_tokens, backend=backend, full_attn_spans=spans).prepare()
+        context = PagedForwardContext(
+            branches, num_tokens=num_tokens, backend=backend, full_attn_spans=spans
+        ).prepare()
+        context.mark_written()  # The pool is full of numbers already.
+        return context
 
     def inputs(self, backend: str, index: int) -> PagedLayerInputs:
         """Layer inputs of a repeat."""

@@ -23,6 +23,12 @@ StagingKey = tuple[int, str, int]
 """(session id, branch name, history counter): which gathered window a staging row holds."""
 
 
+def empty_pool(size: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A pool for writes in any mode; one made under ``torch.inference_mode()`` could be written there only."""
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=dtype, device=device)
+
+
 class StagingPools:
     """Contiguous copies of fragmented branches' windows: one row of ``row_len`` tokens a branch, in every layer.
 
@@ -33,8 +39,8 @@ class StagingPools:
     def __init__(self, like: list[torch.Tensor], *, num_rows: int, row_len: int) -> None:
         size = (num_rows * row_len, *like[0].shape[1:])
         self.row_len = row_len
-        self.key_pools = [torch.empty(size, dtype=pool.dtype, device=pool.device) for pool in like]
-        self.value_pools = [torch.empty(size, dtype=pool.dtype, device=pool.device) for pool in like]
+        self.key_pools = [empty_pool(size, pool.dtype, pool.device) for pool in like]
+        self.value_pools = [empty_pool(size, pool.dtype, pool.device) for pool in like]
         self.held: list[list[StagingKey | None]] = [[None] * num_rows for _ in like]
 
     @property
@@ -79,8 +85,8 @@ class KVStorage:
         self.page_size = page_size
         self.num_pages = num_pages
         size = (num_pages * page_size, shape.num_heads, shape.head_dim)
-        self.key_pools = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
-        self.value_pools = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        self.key_pools = [empty_pool(size, dtype, device) for _ in range(shape.num_layers)]
+        self.value_pools = [empty_pool(size, dtype, device) for _ in range(shape.num_layers)]
         self.num_copied_runs = 0
         self._tables: weakref.WeakKeyDictionary[PageRun, torch.Tensor] = weakref.WeakKeyDictionary()
         self.layer_indices = [torch.tensor(layer) for layer in range(shape.num_layers)]

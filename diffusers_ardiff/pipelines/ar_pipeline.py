@@ -34,6 +34,7 @@ from .settings import CallProperties, StepCallback
 from .steps import StepNoise
 from .stream import ARStream
 from .text import PromptEncoding, default_text_len
+from .turns import turn_of
 from .vae_stream import spatial_factor, temporal_factor
 from .warmup import WarmUp
 from .window import LatentShape
@@ -102,8 +103,12 @@ class ARDiffusionPipeline(
 
     @property
     def recipe(self) -> Recipe:
-        """How this checkpoint is sampled; saved with the pipeline."""
+        """How this checkpoint is sampled; saved with the pipeline. May be set, to a name, a mapping or a ``Recipe``."""
         return load_recipe(self.config["recipe"])
+
+    @recipe.setter
+    def recipe(self, recipe: str | Mapping[str, Any] | Recipe) -> None:
+        self.register_to_config(recipe=load_recipe(recipe).to_dict())
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -185,7 +190,8 @@ class ARDiffusionPipeline(
         known = self._attachment
         fits = known is not None and known.transformer is self.transformer and known.covers_all_blocks
         if known is None or not fits or (known.backend, known.write) != (backend, write):
-            self._attachment = known = PagedAttachment(self.transformer, backend=backend, write=write)
+            with turn_of(self.transformer):  # It keeps the processors it finds, which must not be ours.
+                self._attachment = known = PagedAttachment(self.transformer, backend=backend, write=write)
         known.sharding = self.token_sharding
         return known
 

@@ -38,7 +38,18 @@ def run_callback(
     known = {"latents": latents, **{name: prompt.embeds.get(branch) for name, branch in _BRANCHES.items()}}
     passed = {name: known[name] for name in settings.callback_tensors}
     # The callback may take tensors out of its dictionary.
-    after: Mapping[str, Any] = passed | (settings.callback(pipeline, step, timestep, dict(passed)) or {})
+    returned = settings.callback(pipeline, step, timestep, dict(passed))
+    if not isinstance(returned, Mapping | None):
+        raise TypeError(f"callback_on_step_end must return a dictionary of tensors, or None, got {returned!r}.")
+    after: Mapping[str, Any] = passed | dict(returned or {})
     embeds = {branch: after[name] for name, branch in _BRANCHES.items() if after.get(name) is not None}
     changed = {branch: value for branch, value in embeds.items() if not prompt.is_current(branch, value)}
-    return after.get("latents", latents), changed
+    return _fitting(after.get("latents", latents), latents), changed
+
+
+def _fitting(returned: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Latents of a callback, in the dtype and on the device of those it got."""
+    if not isinstance(returned, torch.Tensor) or returned.shape != latents.shape:
+        got = tuple(returned.shape) if isinstance(returned, torch.Tensor) else repr(returned)
+        raise ValueError(f"callback_on_step_end must return `latents` of shape {tuple(latents.shape)}, got {got}.")
+    return returned.to(latents)

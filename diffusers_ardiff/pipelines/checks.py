@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,3 +109,40 @@ def check_given_latents(latents: torch.Tensor | None, num_videos: int, expected:
         raise ValueError(
             f"given latents must be (1 or {num_videos}, {', '.join(map(str, expected))}), got {tuple(latents.shape)}."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlace:
+    """Where a stream's models run and in which dtype; its keys, text and decoder state are of the same.
+
+    Args:
+        device: that runs the models, offloaded or not.
+        transformer_dtype, vae_dtype: of their weights; None: nothing is decoded by the VAE.
+    """
+
+    device: torch.device
+    transformer_dtype: torch.dtype
+    vae_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, pipeline: ARDiffusionPipeline, *, decodes: bool) -> ModelPlace:
+        """As it is now."""
+        uses_vae = decodes and pipeline.vae is not None and pipeline.decoding.light is None
+        return cls(
+            device=pipeline._execution_device,
+            transformer_dtype=pipeline.transformer.dtype,
+            vae_dtype=pipeline.vae.dtype if uses_vae else None,
+        )
+
+    def check(self, pipeline: ARDiffusionPipeline) -> None:
+        """Raise RuntimeError where the models were moved or cast."""
+        now = ModelPlace.of(pipeline, decodes=self.vae_dtype is not None)
+        if now != self:
+            raise RuntimeError(
+                f"the pipeline was moved or cast since this stream began: from {self} to {now}. What the stream "
+                "remembers stays as it was, so put the models back, or start a new stream."
+            )
+
+    def __str__(self) -> str:
+        vae = "" if self.vae_dtype is None else f", VAE {self.vae_dtype}"
+        return f"{self.device} (transformer {self.transformer_dtype}{vae})"

@@ -68,5 +68,6 @@ def check_history_limit(recipe: Recipe, num_given: int, num_latent_frames: int |
         raise ValueError(
             f"{num_latent_frames} latent frames take {needed} in whole chunks, but recipe {recipe.name!r} keeps the "
             f"full history of at most {recipe.max_latent_frames}. Ask for fewer frames, or set a window "
-            "(recipe.replace(num_window_frames=..., max_latent_frames=None)) or a larger max_latent_frames."
+            "(num_window_frames=9, num_sink_frames=3 in the call; --num-window-frames 9 --num-sink-frames 3 of the scripts) or a "
+            "larger max_latent_frames."
         )

@@ -29,6 +29,15 @@ from .settings import StepCallback
 from .steps import StepNoise
 
 OUTPUT_TYPES = ("np", "pt", "pil", "latent")
+_STEPS = "the steps are the recipe's: denoising_steps=[1000, 750, 500, 250] of a call replaces them."
+HOST_ARGUMENTS = {
+    "num_inference_steps": _STEPS,
+    "timesteps": _STEPS,
+    "sigmas": _STEPS,
+    "guidance_scale_2": "two-expert models are not supported.",
+    "attention_kwargs": "set a LoRA's scale with pipe.set_adapters(name, scale).",
+}
+"""What to do instead of arguments of diffusers' Wan pipelines that have no place here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +110,19 @@ def check_choices(output_type: str, callback_tensors: Sequence[str], allowed_ten
     """Raise ValueError for an unknown output type or callback tensor."""
     if output_type not in OUTPUT_TYPES:
         raise ValueError(f"output_type must be one of {list(OUTPUT_TYPES)}, got {output_type!r}.")
-    unknown = [name for name in callback_tensors if name not in allowed_tensors]
+    is_word = isinstance(callback_tensors, str)
+    unknown = [callback_tensors] if is_word else [name for name in callback_tensors if name not in allowed_tensors]
     if unknown:
+        hint = ", which is no list." if is_word else "."
         raise ValueError(
-            f"callback_on_step_end_tensor_inputs has to be in {list(allowed_tensors)}, but found {unknown}."
+            f"callback_on_step_end_tensor_inputs has to be in {list(allowed_tensors)}, but found {unknown}{hint}"
         )
+
+
+def check_callback(callback: Any) -> None:
+    """Raise TypeError for a callback that can't be called."""
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback_on_step_end must be a function, got {callback!r}.")
 
 
 def check_generators(generator: Any, num_videos: int) -> torch.Generator | list[torch.Generator] | None:
@@ -206,6 +223,8 @@ def check_step_noise(noise: Any, recipe: Recipe, shape: tuple[int, int, int, int
 
 def sorted_schedule(schedule: Sequence[PromptSwitch], num_videos: int) -> list[PromptSwitch]:
     """Switches by frame; ValueError for anything that is no ``PromptSwitch`` or has too many or too few prompts."""
+    if not isinstance(schedule, Sequence):
+        raise ValueError(f"prompt_schedule takes a list of PromptSwitch objects, got {schedule!r}.")
     for switch in schedule:
         if not isinstance(switch, PromptSwitch):
             raise ValueError(f"prompt_schedule takes PromptSwitch objects, got {switch!r}.")
@@ -286,16 +305,19 @@ def call_arguments(method: str, **arguments: Any) -> CallArguments:
         TypeError: an unknown name; the message has a close one, or all that are known.
     """
     names = [field.name for field in dataclasses.fields(CallArguments) if field.name != "recipe_fields"]
-    check_recipe_fields(method, [name for name in arguments if name not in names], known=names)
+    check_recipe_fields(method, [name for name in arguments if name not in names])
     fields = {name: value for name, value in arguments.items() if name not in names}
     return CallArguments(**{n: v for n, v in arguments.items() if n in names}, recipe_fields=fields)
 
 
-def check_recipe_fields(method: str, given: Iterable[str], *, known: Iterable[str] = ()) -> None:
+def check_recipe_fields(method: str, given: Iterable[str]) -> None:
     """Raise TypeError for a name that is no field of a recipe; the message has a close one, or all that are known."""
-    names = [*known, *RECIPE_FIELDS]
+    arguments = [field.name for field in dataclasses.fields(CallArguments) if field.name != "recipe_fields"]
+    names = [*arguments, *RECIPE_FIELDS]
     for name in given:
         if name not in RECIPE_FIELDS:
             close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
+            hint = HOST_ARGUMENTS.get(name) or (
+                f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
+            )
             raise TypeError(f"{method}() got an unexpected argument {name!r}; {hint}")

@@ -82,6 +82,10 @@ class LiveControl:
 
     inbox: Inbox
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A shallow copy would share the pages, and give them back while the other one uses them."""
+        raise TypeError("a stream can't be copied or pickled, it holds pages of a pool; fork() makes a second one.")
+
     def update(
         self,
         prompt: str | list[str] | None = None,

@@ -16,9 +16,11 @@ from .checks import check_components, check_embeds, check_given_latents
 from .decoding import DecodeStream
 from .first_frame import FirstFrame
 from .forwards import ForwardRunner
+from .given import preprocess_image, preprocess_video
 from .inputs import (
     CallArguments,
     FramePlan,
+    check_callback,
     check_choices,
     check_generators,
     check_guidance,
@@ -34,13 +36,14 @@ from .memory import CachePlanner
 from .output import FrameOutput
 from .overlap import OverlappedOutput
 from .parallel import check_same_call, shared_generator
-from .prompts import count_prompts
+from .prompts import check_tensor, count_prompts
 from .recompute import RecomputeRollout
 from .remote_decode import RemoteOutput, check_role
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
 from .stream import ARStream
+from .turns import turn_of
 from .vae_stream import VaeEncodeStream, encode_video, num_pixel_frames
 from .window import LatentShape
 
@@ -83,6 +86,9 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
         MemoryLimitError: the plan is larger than ``CacheOptions.limit_bytes``.
     """
     a = arguments
+    for name in ("latents", "context_latents"):
+        if (given := getattr(a, name)) is not None:
+            check_tensor(name, given)
     recipe = override_recipe(load_recipe(a.recipe if a.recipe is not None else pipeline.recipe), a.recipe_fields)
     scale = check_guidance(recipe.guidance_scale if a.guidance_scale is None else a.guidance_scale)
     num_videos = _count_videos(a)
@@ -91,6 +97,7 @@ def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> Check
     check_embeds(a, pipeline.transformer.config["text_dim"])
     check_merge(a, recipe, guided=scale > 1.0)
     check_choices(a.output_type, a.callback_tensors, pipeline._callback_tensor_inputs)
+    check_callback(a.callback_on_step_end)
     check_role(pipeline.parallel_layout, a.output_type, pipeline.decoded_elsewhere)
     check_single_source(image=a.image, video=a.video, context_latents=a.context_latents)
     generator = check_generators(a.generator, num_videos)
@@ -188,9 +195,9 @@ def _preprocess(pipeline: ARDiffusionPipeline, arguments: CallArguments, planner
     factor = pipeline.vae_scale_factor_spatial
     size = {"height": planner.shape.height * factor, "width": planner.shape.width * factor}
     if arguments.image is not None:
-        return pipeline.video_processor.preprocess(arguments.image, **size)[:, :, None]
+        return preprocess_image(pipeline.video_processor, arguments.image, **size)
     if arguments.video is not None:
-        return pipeline.video_processor.preprocess_video(arguments.video, **size)
+        return preprocess_video(pipeline.video_processor, arguments.video, **size)
     return None
 
 
@@ -228,6 +235,13 @@ def open_stream(
         on_step: called after each denoise step.
         inbox: takes the stream's events already; None: a new one.
     """
+    with turn_of(pipeline.transformer):
+        return _open_stream(pipeline, call, on_step, inbox)
+
+
+def _open_stream(
+    pipeline: ARDiffusionPipeline, call: CheckedCall, on_step: Callable[[], None] | None, inbox: Inbox | None
+) -> ARStream:
     a, planner, groups = call.arguments, call.planner, pipeline.parallel_groups
     check_same_call(groups, call)
     generator = shared_generator(groups, a.generator)

@@ -21,9 +21,17 @@ def check_switch(mode: str, keep_frames: int = 0, blend_chunks: int = 0) -> None
     check_int("keep_frames", keep_frames, minimum=0)
     if keep_frames and mode != "flush":
         raise ValueError(f"keep_frames={keep_frames} only goes with mode 'flush', got mode {mode!r}.")
-    check_int("blend_chunks", blend_chunks, minimum=1 if mode == "blend" else 0)
+    check_int("blend_chunks", blend_chunks, minimum=0)
+    if mode == "blend" and not blend_chunks:
+        raise ValueError("mode 'blend' needs blend_chunks, over how many chunks the prompt moves; at least 1, got 0.")
     if blend_chunks and mode != "blend":
         raise ValueError(f"blend_chunks={blend_chunks} only goes with mode 'blend', got mode {mode!r}.")
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise TypeError for anything but a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {value!r}.")
 
 
 def count_prompts(prompt: str | list[str] | None, prompt_embeds: torch.Tensor | None, name: str = "prompt") -> int:
@@ -31,11 +39,12 @@ def count_prompts(prompt: str | list[str] | None, prompt_embeds: torch.Tensor | 
 
     Raises:
         ValueError: both or none given, an empty list, or embeddings of another rank.
-        TypeError: a prompt is no string.
+        TypeError: a prompt is no string, or embeddings are no tensor.
     """
     if (prompt is None) == (prompt_embeds is None):
         raise ValueError(f"give either `{name}` or `{name}_embeds`, exactly one of them.")
     if prompt_embeds is not None:
+        check_tensor(f"{name}_embeds", prompt_embeds)
         if prompt_embeds.ndim != 3 or prompt_embeds.shape[0] == 0:
             raise ValueError(
                 f"`{name}_embeds` must be (prompts, text_len, text_dim), got {tuple(prompt_embeds.shape)}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +11,19 @@ import torch
 
 from ..transfer import download, upload
 from .callbacks import ENDED_EARLY, run_callback
-from .calls import NEGATIVE
-from .control import ControlEvent
+from .checks import ModelPlace
 from .denoise import Denoiser
 from .frames import check_history_limit, next_chunk_size
 from .inputs import check_generators
-from .live import Inbox, LiveControl
+from .live import Inbox
 from .output import ARChunk, FrameOutput
-from .prompts import PromptChange, PromptState
+from .prompts import PromptState
 from .rolling import RollingWindow, start_denoiser
 from .rollout import Rollout
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
+from .stream_prompts import PromptControl
+from .turns import StreamTurn
 
 if TYPE_CHECKING:
     from .ar_pipeline import ARDiffusionPipeline
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 RESET_STATES = ("history", "text", "vae")
 
 
-class ARStream(LiveControl, Iterator[ARChunk]):
+class ARStream(PromptControl, Iterator[ARChunk]):
     """Chunks of a batch of videos, made one by one as they are asked for; returned by ``ARDiffusionPipeline.stream``.
 
     A chunk is handed out before its commit forward runs; that one runs when the next chunk is asked for, or before
     anything that needs the history. ``close`` (or leaving a ``with`` block, or the end, or an exception) gives all
-    memory back.
+    memory back. Threads may share a stream, and streams a transformer: one chunk is made at a time.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         self._prompt = PromptState(rollout)
         self._output, output.watch = output, rollout.watch_pixels
         self._begin_video()
-        self._last_event_id: int | None = None
-        self._closed = False
+        self._last_event_id = None
+        self._turn = StreamTurn(rollout.runner.attachment.transformer)
+        self._place = ModelPlace.of(pipeline, decodes=settings.output_type != "latent")
+        self._closed = self._is_ending = False
 
     def _begin_video(self) -> None:
         """Given frames, prompt schedule and counters of a video that begins."""
@@ -85,21 +88,22 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         """The next chunk; StopIteration after the last.
 
         Raises whatever making a chunk or applying an event raises; the stream is then closed, or, after an event,
-        goes on with the next call.
+        goes on with the next call. RuntimeError where its models were moved or cast since it began; it stays open.
         """
-        try:
-            chunk = None if self._closed else self._next_chunk()
-        except StopIteration as error:
-            self.close()
-            raise RuntimeError(ENDED_EARLY) from error
-        if chunk is None:
-            self.close()
-            raise StopIteration
-        return chunk
+        with self._turn.making_chunk():
+            try:
+                chunk = None if self._is_ending else self._next_chunk()
+            except StopIteration as error:
+                self.close()
+                raise RuntimeError(ENDED_EARLY) from error
+            if chunk is None:
+                self.close()
+                raise StopIteration
+            return chunk
 
     def _next_chunk(self) -> ARChunk | None:
         """None at the end, and where a callback closed the stream."""
-        self._check_onloaded()
+        self._check_ready()
         self._pipeline.call_state = self.state
         with self._closed_on_error():
             upcoming = self._reach_next_chunk()
@@ -110,9 +114,10 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         with self._closed_on_error():
             return self._make_chunk(upcoming)
 
-    def _check_onloaded(self) -> None:
+    def _check_ready(self) -> None:
         if self.rollout.offloaded:
             raise RuntimeError("this stream is offloaded; call onload() on it first.")
+        self._place.check(self._pipeline)
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -158,7 +163,7 @@ class ARStream(LiveControl, Iterator[ARChunk]):
 
     def _hand_out(self, latents: torch.Tensor, is_given: bool = False) -> ARChunk | None:
         """Keep a finished chunk for its commit, and decode it; None where a callback closed the stream."""
-        if self._closed:
+        if self._is_ending:
             return None
         if not is_given:
             self._num_generated += 1
@@ -181,97 +186,14 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         # Once more, since a call inside a callback leaves its own state behind.
         self._pipeline.call_state = self.state
         latents, embeds = run_callback(self._pipeline, settings, self._prompt, self.num_steps, timestep, latents)
-        if embeds and not self._closed:
+        if embeds and not self._is_ending:
             self.set_embeds(embeds)
         self.num_steps += 1
         if settings.on_step is not None:
             settings.on_step()
-        return latents, self.state.interrupted or self._closed
+        return latents, self.state.interrupted or self._is_ending
 
     # -- control -------------------------------------------------------------------------------------------------
-
-    def set_embeds(self, embeds: Mapping[str, torch.Tensor]) -> None:
-        """Replace text by branch name: embeddings (videos, text_len, text_dim). Self K/V stay.
-
-        Raises:
-            ValueError: a negative prompt without guidance, or not one row a video.
-        """
-        self._check_branches(embeds)
-        self._prompt.set(embeds)
-
-    @torch.no_grad()
-    def switch_prompt(
-        self,
-        prompt: str | list[str] | None = None,
-        *,
-        prompt_embeds: torch.Tensor | None = None,
-        negative_prompt: str | list[str] | None = None,
-        negative_prompt_embeds: torch.Tensor | None = None,
-        mode: str = "text",
-        keep_frames: int = 0,
-        blend_chunks: int = 0,
-    ) -> None:
-        """Change the prompt from the next chunk on; see ``PromptChange`` for the modes.
-
-        For the thread that iterates, between two chunks; ``update`` is for all others. A commit that is still due runs
-        first, with the old text. If a recache fails, the old text stays and the history is stale until the same switch
-        succeeds.
-
-        Raises:
-            ValueError: bad arguments; nothing has changed.
-            RuntimeError: the stream is closed.
-        """
-        if self._closed:
-            raise RuntimeError("this stream is closed; start a new one.")
-        change = PromptChange(
-            prompt=prompt,
-            prompt_embeds=prompt_embeds,
-            mode=mode,
-            keep_frames=keep_frames,
-            blend_chunks=blend_chunks,
-        )
-        self._apply_change(change, negative_prompt, negative_prompt_embeds)
-
-    def _apply_change(
-        self,
-        change: PromptChange,
-        negative_prompt: str | list[str] | None = None,
-        negative_prompt_embeds: torch.Tensor | None = None,
-    ) -> None:
-        embeds = self._pipeline.encode_branches(
-            change.prompt,
-            negative_prompt,
-            prompt_embeds=change.prompt_embeds,
-            negative_prompt_embeds=negative_prompt_embeds,
-            num_videos=self.rollout.shape.num_videos,
-            text_len=self._settings.rules.text_len,
-        )
-        self._check_branches(embeds)
-        self._prompt.switch(embeds, change.mode, change.keep_frames, change.blend_chunks)
-
-    def _check_branches(self, embeds: Mapping[str, torch.Tensor]) -> None:
-        if NEGATIVE in embeds and NEGATIVE not in self.rollout.branch_names:
-            raise ValueError("this stream runs without guidance, so it takes no negative prompt.")
-
-    def _apply_schedule(self) -> None:
-        while self._schedule and self._schedule[0].latent_frame <= self.rollout.num_latent_frames:
-            self._apply_change(self._schedule.pop(0))
-
-    def _apply_events(self) -> None:
-        for event in self.rollout.share_each(self.inbox.mailbox.take_pending()):
-            try:
-                self._apply_event(event)
-            except Exception as error:
-                error.add_note(f"raised by event {event.event_id}, which is dropped.")
-                raise
-        self._prompt.begin_chunk()
-
-    def _apply_event(self, event: ControlEvent) -> None:
-        if event.change is not None:
-            self._apply_change(event.change)
-        if event.controls is not None:
-            self.rollout.set_controls(event.controls)
-        self._last_event_id = event.event_id
 
     def reset(self, keep: Sequence[str] = ("text",)) -> None:
         """Start a new video in the same memory, given frames and prompt schedule included; ``keep`` names what stays.
@@ -281,21 +203,22 @@ class ARStream(LiveControl, Iterator[ARChunk]):
 
         Raises:
             ValueError: unknown state.
-            RuntimeError: the stream is closed.
+            RuntimeError: the stream is closed, or a callback of its own asks while a chunk is being made.
         """
         if unknown := set(keep) - set(RESET_STATES):
             raise ValueError(f"unknown state {sorted(unknown)} to keep; known: {list(RESET_STATES)}.")
-        if self._closed:
-            raise RuntimeError("this stream is closed; start a new one.")
-        if "history" not in keep:
-            self.rollout.reset()
-            self._begin_video()
-            self._output.num_frames = 0
-        if "text" not in keep:
-            self.rollout.clear_text()
-            self._prompt.clear()
-        if "vae" not in keep:
-            self._output.reset_decoder()
+        with self._turn.between_chunks():
+            if self._closed:
+                raise RuntimeError("this stream is closed; start a new one.")
+            if "history" not in keep:
+                self.rollout.reset()
+                self._begin_video()
+                self._output.num_frames = 0
+            if "text" not in keep:
+                self.rollout.clear_text()
+                self._prompt.clear()
+            if "vae" not in keep:
+                self._output.reset_decoder()
 
     @torch.no_grad()
     def fork(self, generator: Any = None) -> ARStream:
@@ -307,28 +230,41 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         Raises ValueError where there is not one generator a video, else like ``Rollout.fork``; nothing changes then.
         """
         check_generators(generator, self.rollout.shape.num_videos)
-        noise, output = self._noise.fork(generator), self._output.fork()
-        rollout, state = self.rollout.fork(), copy.copy(self.state)
-        child = ARStream(self._pipeline, rollout, noise, self._settings, state=state, output=output)
-        child._prompt, child._window = self._prompt.copy_for(rollout), self._window.copy()
-        child._given, child._schedule = copy.copy(self._given), list(self._schedule)
-        child.num_steps, child._num_chunks = self.num_steps, self._num_chunks
-        child._num_generated, child._generated_frames = self._num_generated, self._generated_frames
+        with self._turn.between_chunks():
+            noise, output = self._noise.fork(generator), self._output.fork()
+            rollout, state = self.rollout.fork(), copy.copy(self.state)
+            child = ARStream(self._pipeline, rollout, noise, self._settings, state=state, output=output)
+            child._prompt, child._window = self._prompt.copy_for(rollout), self._window.copy()
+            child._given, child._schedule, child._place = copy.copy(self._given), list(self._schedule), self._place
+            child.num_steps, child._num_chunks = self.num_steps, self._num_chunks
+            child._num_generated, child._generated_frames = self._num_generated, self._generated_frames
         return child
 
     @torch.no_grad()
     def offload(self) -> None:
         """Move all but the decoder's state to host memory and give the pages back; see ``Rollout.offload``."""
-        self.rollout.offload()
-        self._window.move(download)
+        with self._turn.between_chunks():
+            self.rollout.offload()
+            self._window.move(download)
 
     def onload(self) -> None:
         """Take pages again and go on, bit by bit as if nothing had been; see ``Rollout.onload``."""
-        self.rollout.onload()
-        self._window.move(lambda latents: upload(latents, self.rollout.device))
+        with self._turn.between_chunks():
+            self.rollout.onload()
+            self._window.move(lambda latents: upload(latents, self.rollout.device))
 
     def close(self) -> None:
-        """Stop and give all memory back; calling it again does nothing."""
+        """Stop and give all memory back; calling it again does nothing.
+
+        While another thread makes a chunk, its denoise step in flight is the last, and this waits for it.
+        """
+        self._is_ending = True
+        if self._closed:
+            return
+        with self._turn.taken():
+            self._release()
+
+    def _release(self) -> None:
         if self._closed:
             return
         self._closed = True
@@ -345,5 +281,6 @@ class ARStream(LiveControl, Iterator[ARChunk]):
         self.close()
 
     def __del__(self) -> None:
+        # Without its turn: nobody makes chunks of it any more, and a collector may run in any thread, whatever that holds.
         if not getattr(self, "_closed", True):
-            self.close()
+            self._release()

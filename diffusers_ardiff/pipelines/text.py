@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from diffusers.utils import logging
 
 from .calls import NEGATIVE, POSITIVE
 from .prompts import count_prompts
 
 MAX_TEXT_LEN = 512
+
+logger = logging.get_logger(__name__)
 
 
 def default_text_len(tokenizer: Any) -> int:
@@ -32,10 +35,23 @@ def encode_text(
         return_attention_mask=True,
         return_tensors="pt",
     )
+    _warn_of_cut_ends(tokenizer, prompts, tokens.attention_mask)
     mask = tokens.attention_mask.to(device)
     embeds = text_encoder(tokens.input_ids.to(device), mask).last_hidden_state
     # where, not a product: a non-finite padding row must not survive as NaN.
     return torch.where(mask[..., None] > 0, embeds, embeds.new_zeros(()))
+
+
+def _warn_of_cut_ends(tokenizer: Any, prompts: list[str], mask: torch.Tensor) -> None:
+    """Say which words of a prompt do not reach the model; a prompt that leaves a row free is whole."""
+    text_len = mask.shape[1]
+    for index in mask.bool().all(dim=1).nonzero().flatten().tolist():
+        ids = tokenizer(prompt_clean(prompts[index]), add_special_tokens=True, verbose=False).input_ids
+        if len(ids) > text_len:
+            logger.warning(
+                f"a prompt has {len(ids)} tokens and {text_len} fit (max_sequence_length); cut off was: "
+                f"{tokenizer.decode(ids[text_len - 1 :], skip_special_tokens=True)!r}"
+            )
 
 
 def expand_rows(embeds: torch.Tensor, num_videos: int, name: str) -> torch.Tensor:

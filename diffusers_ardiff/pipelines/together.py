@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -101,6 +102,12 @@ class StreamBatch:
             Exception: a forward that streams share failed. Nobody is closed, and every stream stands before its chunk
                 with the same noise to come, so ``step``, or ``next`` on each, may be called again.
         """
+        with ExitStack() as turns:
+            for stream in self._streams:
+                turns.enter_context(stream._turn.making_chunk())
+            return self._step()
+
+    def _step(self) -> list[ARChunk | None]:
         members = [_Member(stream) for stream in self._streams]
         try:
             self._make_chunks(members)
@@ -199,7 +206,7 @@ class _Member:
 
     def due_commit(self) -> FrameStep | None:
         """The commit that has to run before the next chunk, where there is a next chunk."""
-        self.attempt(self.stream._check_onloaded, closes=False)
+        self.attempt(self.stream._check_ready, closes=False)
         return self.attempt(_due_commit, self.stream)
 
     def begin(self) -> None:

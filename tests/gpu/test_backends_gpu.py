@@ -283,6 +283,7 @@ def test_graph_replays_equal_eager(backend: str) -> None:
         with PagedForwardContext(replayed, num_tokens=24, backend=backend) as context:
             static.copy_from(context)
             graph.replay()
+            context.mark_written()
         context.mark_committed()
         with PagedForwardContext(eager, num_tokens=24, backend=backend) as context:
             expected = layers([context.layer_inputs(index) for index in range(2)])
@@ -312,6 +313,7 @@ def test_one_graph_serves_every_fill_level(backend: str, shuffle_seed: int | Non
             lengths.add(context.spans[0].kv_len)
             static.copy_from(context)
             graph.replay()
+            context.mark_written()
         context.mark_committed()
         query, keys, values = (tensor[0] for tensor in rows)
         assert relative_error(captured[0], history.attend(query, keys, values)) < TOLERANCE
