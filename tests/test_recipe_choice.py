@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_components import PROMPT, QUICK, latents_of, seed
+from tiny_components import PROMPT, QUICK, latents_of, make_pipeline, seed
 
 from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.recipes import RECIPE_FIELDS, Recipe, list_recipes, load_recipe, override_recipe
