@@ -71,9 +71,10 @@ def pools_stay() -> Iterator[None]:
         made.append((manager, addresses(manager)))
 
     def watch(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if any(tensor.data_ptr() in pool for _, pool in made):
+        moved = to(tensor, *args, **kwargs)
+        if moved.data_ptr() != tensor.data_ptr() and any(tensor.data_ptr() in pool for _, pool in made):
             copies.append(tensor.data_ptr())
-        return to(tensor, *args, **kwargs)
+        return moved
 
     with patch.object(KVManager, "__init__", note), patch.object(torch.Tensor, "to", watch):
         yield

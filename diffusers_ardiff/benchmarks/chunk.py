@@ -217,6 +217,10 @@ def run_chunk(options: argparse.Namespace) -> list[dict[str, Any]]:
     variants = [variant for variant in VARIANTS if variant in options.variants]
     for window in options.windows:
         pipe = random_pipeline(options.preset, device, dtype)
+        if options.fuse_qkv:
+            pipe.transformer.fuse_qkv_projections()
+        if options.text_attention is not None:
+            pipe.transformer.set_attention_backend(options.text_attention)
         benchmark = ChunkBenchmark(
             pipe, chunk_recipe(window, options.height, options.width), num_chunks=options.chunks
         )
@@ -238,6 +242,8 @@ def add_chunk_command(commands: Any) -> None:
     chunk.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     chunk.add_argument("--chunks", type=int, default=8, help="timed in the steady state")
     chunk.add_argument("--kernels", action="store_true", help="also print the kernels of a chunk by device time")
+    chunk.add_argument("--fuse-qkv", action="store_true", help="one projection for query, key and value")
+    chunk.add_argument("--text-attention", metavar="BACKEND", help="diffusers' name, such as _native_cudnn")
     chunk.add_argument("--height", type=int, default=480)
     chunk.add_argument("--width", type=int, default=832)
     chunk.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
