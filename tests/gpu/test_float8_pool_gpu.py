@@ -178,13 +178,17 @@ def test_warm_streams_replay(backend: str) -> None:
 
 
 def test_half_the_bytes_are_allocated() -> None:
-    sizes = {"heads": 12, "head_dim": 128, "layers": 4, "device": "cuda"}
+    """The allocator rounds a large block up to 2 MiB: a test that wanted its count to the byte failed at this size."""
+    sizes: dict[str, Any] = {"heads": 12, "head_dim": 128, "layers": 4, "device": "cuda"}
     torch.cuda.synchronize()
-    used = []
+    used: list[int] = []
+    num_bytes: list[int] = []
     for dtype in (torch.bfloat16, FLOAT8):
         before = torch.cuda.memory_allocated()
         manager = make_manager(1600, 16000, dtype=dtype, **sizes)
         used.append(torch.cuda.memory_allocated() - before)
-        assert used[-1] == manager.storage.num_bytes == manager.plan.pool_bytes
+        num_bytes.append(manager.storage.num_bytes)
+        assert num_bytes[-1] == manager.plan.pool_bytes
+        assert 0 <= used[-1] - num_bytes[-1] <= 2 * sizes["layers"] * 2**21
         del manager
-    assert used[0] == 2 * used[1]
+    assert num_bytes[0] == 2 * num_bytes[1]
