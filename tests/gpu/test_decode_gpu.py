@@ -146,15 +146,19 @@ def test_frames_are_safe_whatever_the_caller_does() -> None:
 
 
 def test_next_chunk_does_not_wait_for_the_decoder() -> None:
-    """With a decoder held back on its stream, the next chunk's latents are finished first."""
-    pipe = make_pipe()
+    """With a decoder held back on its stream, the next chunk's latents are finished first.
+
+    The light decoder: a CUDA stream takes about a thousand launches before the host has to wait, and two chunks of the
+    Wan decoder are more. With that one this test failed.
+    """
+    pipe = make_pipe(light=True)
     options_of(pipe, overlap=True)
     with pipe.stream(PROMPT, output_type="pt") as stream:
         for _ in range(4):
             next(stream)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream._output._lane):
-            torch.cuda._sleep(int(6e10))  # half a minute, longer than two chunks on a busy machine
+            torch.cuda._sleep(int(1.5e10))  # several seconds, longer than a chunk on a busy machine
         slow, later = next(stream), next(stream)
         assert torch.isfinite(later.latents.sum()).item()
         assert not slow.output.done.query()
