@@ -16,9 +16,9 @@ from .backends import triton_paged
 
 WriteName = Literal["fused", "torch"]
 EAGER_WRITE: WriteName = "fused"
-"""Where nothing is named, by measurement on one H200 (12 x 128, 4680 tokens): torch 0.365 ms, fused 0.055 ms."""
+"""Where nothing is named, by measurement on one H200 (40 x 128, 4680 tokens): torch 1.066 ms, fused 0.086 ms."""
 COMPILED_WRITE: WriteName = "fused"
-"""The same inside a compiled region; ``scripts/benchmark.py op --write-only`` times both."""
+"""The same inside a compiled region: a replayed chunk of Wan 1.3B's shape takes 0.2707 s with "torch", 0.2589 s so."""
 FUSED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
