@@ -185,7 +185,18 @@ def _norm_rope_write_attn_op(
 
 
 @_norm_rope_write_attn_op.register_fake
-def _norm_rope_write_attn_fake(query: torch.Tensor, *args: object) -> torch.Tensor:
+def _norm_rope_write_attn_fake(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_pool: torch.Tensor,
+    *args: object,
+) -> torch.Tensor:
+    check_devices(key_pool, query=query, keys=keys, values=values)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
