@@ -172,8 +172,16 @@ class PagedForwardContext:
                 )
 
     def _claim_branches(self) -> None:
-        for branch, span in zip(self.branches, self.spans, strict=True):
-            branch.open_forward(span)
+        """Claim all branches, or, where one can't be claimed, none."""
+        claimed: list[Branch] = []
+        try:
+            for branch, span in zip(self.branches, self.spans, strict=True):
+                branch.open_forward(span)
+                claimed.append(branch)
+        except BaseException:
+            for branch in claimed:
+                branch.close_forward(succeeded=False)
+            raise
 
     def _release_branches(self, *, succeeded: bool) -> None:
         for branch in self.branches:

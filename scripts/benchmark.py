@@ -143,13 +143,15 @@ def summary(result: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print, and write what was asked for."""
     options = parse_arguments()
+    if options.output is not None:
+        # Before the measurement, which may take minutes.
+        options.output.parent.mkdir(parents=True, exist_ok=True)
     try:
         results = options.run(options)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     if options.output is not None and results:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         report = {"machine": asdict(examine()), "results": results}
         options.output.write_text(json.dumps(report, indent=2) + "\n")
     if options.plot is not None:

@@ -7,12 +7,14 @@ python scripts/worlds.py --chunks 8 --output out/worlds
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 
-from diffusers_ardiff import StreamBatch
+from diffusers_ardiff import MemoryLimitError, StreamBatch
 from diffusers_ardiff.load import load_pipeline
+from diffusers_ardiff.validation import check_int
 from diffusers_ardiff.video_io import VideoWriter
 
 
@@ -31,9 +33,22 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Make three videos: changed.mp4, forked.mp4 and fork.mp4."""
+def main() -> int:
+    """Make three videos, changed.mp4, forked.mp4 and fork.mp4; 2 for bad input."""
     options = parse_arguments()
+    try:
+        check_int("--chunks", options.chunks, minimum=1)
+        # Before the videos are made, not after.
+        options.output.mkdir(parents=True, exist_ok=True)
+        make_worlds(options)
+    except (ValueError, TypeError, OSError, MemoryLimitError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def make_worlds(options: argparse.Namespace) -> None:
+    """Two streams of one pool in joint forwards; a third one joins as the fork of the second."""
     pipe = load_pipeline(options.model, torch.device(options.device))
     pool = pipe.create_cache(num_videos=3)
     seeds = [torch.Generator().manual_seed(options.seed + index) for index in range(3)]
@@ -52,7 +67,6 @@ def main() -> None:
             videos[fork] = "fork"
         for stream, chunk in zip(batch.streams, batch.step(), strict=True):
             frames[videos[stream]].append(chunk.frames[0])
-    options.output.mkdir(parents=True, exist_ok=True)
     for name, chunks in frames.items():
         with VideoWriter(options.output / f"{name}.mp4", fps=pipe.recipe.fps) as writer:
             for chunk in chunks:
@@ -62,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

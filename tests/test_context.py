@@ -406,6 +406,22 @@ def test_failed_preparation_gives_the_branches_back(branch, monkeypatch: pytest.
     assert PagedForwardContext([branch], num_tokens=24).prepare().starts == (0,)
 
 
+def test_a_branch_that_cannot_be_claimed_leaves_none_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Putting the second row's sink back ran out of memory while the forward claimed its branches: the first stayed open
+    for ever, so its session could neither run, fork, offload nor be evicted."""
+    manager = make_manager(24, 72, max_sessions=2)
+    branches = [manager.open_session().branch() for _ in range(2)]
+    for branch in branches:
+        forward([branch], random_rows([branch], 24))
+    branches[1].turn_sink(1, (torch.ones(1, 1, 1, 8), torch.zeros(1, 1, 1, 8)))
+    with monkeypatch.context() as patch:
+        patch.setattr("diffusers_ardiff.cache.storage.turn_keys", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            PagedForwardContext(branches, num_tokens=24, start=0).prepare()
+    assert [session.is_idle for session in manager.sessions] == [True, True]
+    forward(branches, random_rows(branches, 24), start=0)
+
+
 # -- for ever -------------------------------------------------------------------------------------------------------
 
 

@@ -511,6 +511,31 @@ def test_restore_is_refused() -> None:
     assert session.branch().committed_tokens == CHUNK
 
 
+def test_restore_that_fails_leaves_no_branch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory in the second branch's copy: the first stood at the snapshot and the second at 0, and both went on
+    together at different positions without a word."""
+    manager = make_pool(3, branches_per_session=2)
+    session = manager.open_session(["positive", "negative"])
+    run(session, 0, 1)
+    snapshot = session.snapshot()
+    run(session, 2)
+    copy, calls = manager.storage.copy, itertools.count()
+
+    def fail_second(*args: Any) -> None:
+        if next(calls) == 1:
+            raise MemoryError
+        copy(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.storage, "copy", fail_second)
+        with pytest.raises(MemoryError):
+            session.restore(snapshot)
+    manager.check_integrity()
+    assert [branch.committed_tokens for branch in session.branches] == [0, 0]
+    session.restore(snapshot)
+    assert equal(run(session, 9), alone(0, 1, 9)[2:] * 2)
+
+
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 

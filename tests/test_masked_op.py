@@ -4,7 +4,9 @@ C 24 tokens a frame, pages of 16, sink 1 frame, window 3 frames unless a test sa
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -276,6 +278,14 @@ def test_illegal_spans_change_nothing(spans: object, message: str) -> None:
         PagedForwardContext([branch], num_tokens=FRAME, full_attn_spans=spans)
     assert state_of(branch) == before
     assert branch.commit() == FRAME
+
+
+@pytest.mark.parametrize("make", [lambda: (span for span in [(4, 24)]), lambda: {(4, 24)}, lambda: 24])
+def test_spans_that_are_no_list_are_refused(make: Callable[[], Any]) -> None:
+    """A generator was empty when it was read a second time, so its spans were dropped in silence: the forward was causal."""
+    (branch,), _ = open_rows()
+    with pytest.raises(ValueError, match="full_attn_spans must be a list of spans"):
+        PagedForwardContext([branch], num_tokens=FRAME, full_attn_spans=make())
 
 
 def test_rows_cut_into_other_segments_are_refused() -> None:

@@ -137,6 +137,65 @@ def test_read_refuses_other_query_shapes(shape: tuple[int, ...]) -> None:
         paged_attention(torch.randn(shape), context.layer_inputs(0))
 
 
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize(
+    ("heads", "shape"),
+    [(1, (1, 3, 2, 8)), (2, (1, 3, 1, 8)), (2, (1, 3, 2, 4)), (2, (2, 3, 2, 8)), (2, (6, 1, 8))],
+)
+def test_read_refuses_queries_of_other_pages(heads: int, shape: tuple[int, ...], backend: str) -> None:
+    """Two query heads over pages of one, and two rows over one, were broadcast and answered; the others failed inside a
+    backend with an error of its own."""
+    branches = make_manager(24, 72, heads=heads).open_session().branches
+    rows = random_rows(branches, 24)
+    forward(branches, rows, backend=backend)
+    with PagedForwardContext(branches, num_tokens=24, backend=backend) as context:
+        inputs = context.layer_inputs(0)
+        paged_write_attn(inputs, *rows)
+        message = re.escape(f"a query must be (1, tokens, {heads}, 8)")
+        with pytest.raises(ValueError, match=message):
+            paged_attention(torch.randn(shape), inputs)
+
+
+REFUSED_TENSORS = {
+    "integer queries": (lambda t: {"query": t["query"].long()}, "query must hold floating point"),
+    "boolean keys": (lambda t: {"k_curr": t["k_curr"] > 0}, "k_curr must hold floating point"),
+    "complex values": (lambda t: {"v_curr": t["v_curr"] + 1j}, "v_curr must hold floating point"),
+    "queries elsewhere": (lambda t: {"query": t["query"].to("meta")}, "the pages are on cpu, got query on meta"),
+    "keys elsewhere": (lambda t: {"k_curr": t["k_curr"].to("meta")}, "the pages are on cpu, got k_curr on meta"),
+    "no scale": (lambda t: {"softmax_scale": 0.0}, "softmax_scale must be positive and finite, got 0.0"),
+    "negative scale": (lambda t: {"softmax_scale": -1.0}, "softmax_scale must be positive and finite"),
+    "scale NaN": (lambda t: {"softmax_scale": float("nan")}, "softmax_scale must be positive and finite"),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("kind", REFUSED_TENSORS)
+def test_tensors_that_no_backend_can_serve_write_nothing(kind: str, backend: str) -> None:
+    """Integer queries came back as truncated attention, complex keys lost half of their numbers, tensors elsewhere gave
+    no keys and no error, and a scale that the Triton kernel refuses was refused after the write."""
+    change, message = REFUSED_TENSORS[kind]
+    branches = make_manager(24, 72).open_session().branches
+    rows = random_rows(branches, 24)
+    before = pool_bytes(branches[0].storage)
+    call = {"query": rows.query, "k_curr": rows.keys, "v_curr": rows.values}
+    with PagedForwardContext(branches, num_tokens=24, backend=backend) as context:
+        with pytest.raises(ValueError, match=message):
+            paged_write_attn(context.layer_inputs(0), **(call | change(call)))
+        assert context.unwritten_layers == (0,)
+    assert torch.equal(pool_bytes(branches[0].storage), before)
+
+
+def test_extra_rows_elsewhere_write_nothing() -> None:
+    """As above, of action rows."""
+    context = prepared(extra=3)
+    rows, extra = random_rows(context.branches, 24), random_rows(context.branches, 3)
+    before = pool_bytes(context.storage)
+    for k_act, v_act in ((extra.keys.to("meta"), extra.values), (extra.keys, extra.values.to("meta"))):
+        with pytest.raises(ValueError, match=r"got [kv]_act on meta"):
+            paged_write_attn(context.layer_inputs(0), *rows, k_act, v_act)
+    assert torch.equal(pool_bytes(context.storage), before)
+
+
 def test_read_takes_rows_or_a_flat_batch() -> None:
     branches = make_manager(24, 72, branches_per_session=2).open_session(["a", "b"]).branches
     context = PagedForwardContext(branches, num_tokens=24).prepare()

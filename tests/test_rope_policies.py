@@ -15,6 +15,7 @@ from tiny_components import QUICK, TOKENS_PER_FRAME, failing, make_pipeline, ran
 
 from diffusers_ardiff import ARDiffusionPipeline, CacheOptions, Recipe, StreamBatch
 from diffusers_ardiff.cache import KVManager
+from diffusers_ardiff.cache.sink import SinkKeys, turn_keys
 from diffusers_ardiff.pipelines import ARStream
 from diffusers_ardiff.rope_policies import CappedPolicy, RelativePolicy, make_policy
 
@@ -295,6 +296,64 @@ class TestTurns:
         forward([branch], rows_of(5, 36), start=12, commit=False)
         assert torch.equal(storage.key_pools[1][slots[:12]], rows_of(0).keys[0, :12])
         assert branch.sink.offset == 0
+
+    def test_a_rewrite_of_half_the_sink_is_staged_whole(self) -> None:
+        """The half that stayed was put back in the pages, but its staged copy was still turned: only the rows of the
+        forward were staged again, and attention was off by more than its values."""
+        outs = []
+        for shuffle_seed, turned in ((4, True), (None, False)):
+            branch = make_pool(1, shuffle_seed=shuffle_seed).open_session().branch()
+            for number in range(2):
+                forward([branch], rows_of(number), backend="sdpa")
+            if turned:
+                branch.turn_sink(1, self.TWICE)
+                forward([branch], rows_of(3), backend="sdpa", commit=False)
+            outs.append(forward([branch], rows_of(5, 36), start=12, backend="sdpa", commit=False))
+        assert relative_error(*outs) < 1e-5
+
+    @pytest.mark.parametrize("shuffle_seed", SHUFFLES)
+    @pytest.mark.parametrize("turns_before", [0, 1])
+    def test_a_turn_that_fails_in_the_second_layer(
+        self, turns_before: int, shuffle_seed: int | None, monkeypatch: Any
+    ) -> None:
+        """At the very first turn the keys as written were kept only when all layers were done, so the next attempt took
+        layer 0's, turned already, for those written, and turned them twice."""
+        branch = make_pool(1, shuffle_seed=shuffle_seed).open_session().branch()
+        for number in range(2):
+            forward([branch], rows_of(number))
+        if turns_before:
+            branch.turn_sink(2, self.TWICE)
+        with monkeypatch.context() as patch:
+            patch.setattr("diffusers_ardiff.cache.storage.turn_keys", self.turn_of_one_layer)
+            with pytest.raises(MemoryError):
+                branch.turn_sink(3, self.TWICE)
+        storage = branch.storage
+        slots = storage.slots(torch.arange(CHUNK_TOKENS), branch.run)
+        for offset, factor in ((1, 2.0), (0, 1.0)):
+            branch.turn_sink(offset, self.TWICE if offset else None)
+            for pool in storage.key_pools:
+                assert torch.equal(pool[slots], factor * rows_of(0).keys[0])
+
+    def test_a_sink_half_put_back_is_turned_again(self, monkeypatch: Any) -> None:
+        """A forward that rewrites rows of the sink puts the others back first. Where that failed half-way the sink still
+        counted as turned, so the next forward did not turn the layers that were put back."""
+        branch = make_pool(1).open_session().branch()
+        for number in range(2):
+            forward([branch], rows_of(number))
+        branch.turn_sink(1, self.TWICE)
+        with monkeypatch.context() as patch:
+            patch.setattr("diffusers_ardiff.cache.storage.turn_keys", self.turn_of_one_layer)
+            with pytest.raises(MemoryError):
+                forward([branch], rows_of(5, 36), start=12)
+        branch.turn_sink(1, self.TWICE)
+        slots = branch.storage.slots(torch.arange(CHUNK_TOKENS), branch.run)
+        for pool in branch.storage.key_pools:
+            assert torch.equal(pool[slots], 2.0 * rows_of(0).keys[0])
+
+    @staticmethod
+    def turn_of_one_layer(pools: list[torch.Tensor], rows: Any, written: SinkKeys, rotary: Any) -> None:
+        turn_keys(pools[:1], rows, SinkKeys(written=written.written[:1]), rotary)
+        raise MemoryError
 
     def test_a_staged_window_is_staged_again(self) -> None:
         """Nothing was committed between two forwards, but the sink has moved."""

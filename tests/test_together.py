@@ -370,7 +370,31 @@ def test_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     """Two worlds, a prompt change and a fork on the built-in model."""
     script = Path(__file__).parents[1] / "scripts" / "worlds.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--chunks", "2", "--device", "cpu", "--output", str(tmp_path)])
-    runpy.run_path(str(script), run_name="__main__")
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(script), run_name="__main__")
     lengths = {name: len(read_video(tmp_path / f"{name}.mp4")[0]) for name in ("changed", "forked", "fork")}
     assert lengths == {"changed": 21, "forked": 21, "fork": 12}
     assert "fork.mp4: 12 frames" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--chunks", "0"], "--chunks must be a whole number >= 1, got 0"), (["--output", "{file}"], "File exists")],
+)
+def test_script_with_bad_input(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    """A file in the folder's place was noticed when both worlds had been made, which were lost; no chunks at all ended in
+    the traceback of a video without frames."""
+    (tmp_path / "file").touch()
+    script = Path(__file__).parents[1] / "scripts" / "worlds.py"
+    given = [argument.format(file=tmp_path / "file") for argument in arguments]
+    monkeypatch.setattr(sys, "argv", [str(script), "--device", "cpu", "--output", str(tmp_path), *given])
+    monkeypatch.setattr("diffusers_ardiff.load.load_pipeline", lambda *_: pytest.fail("refused too late"))
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert message in capsys.readouterr().err

@@ -16,6 +16,7 @@ import torch
 from ..cache.float8 import FLOAT8
 from ..context import LaunchPlan, PagedLayerInputs, find_launch_plan
 from ..rope import Rotary
+from .checks import check_devices, check_query, check_rows, check_tensors
 from .keys import layout_from_tensors, write_rows
 from .registry import AttentionBackend, AttentionRequest, Work, select_backend
 from .visible import gather_visible, visible_plan
@@ -68,17 +69,6 @@ def _plan_of(inputs: PagedLayerInputs) -> LaunchPlan:
     return find_launch_plan(int(inputs.launch[1])) or layout_from_tensors(inputs.launch, inputs.seq_lens)
 
 
-def _check_queries(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan) -> None:
-    if plan.mask is None:
-        return
-    num_tokens, num_extra = plan.mask.num_tokens, plan.mask.num_extra
-    if query.shape[0] != inputs.seq_lens.shape[0] or query.shape[1] not in (num_tokens, num_tokens + num_extra):
-        raise ValueError(
-            f"under full_attn_spans a forward of {num_tokens} tokens and {num_extra} extra rows takes one query a token, "
-            f"then none or one an extra row, for each of {inputs.seq_lens.shape[0]} rows; got {tuple(query.shape[:2])}."
-        )
-
-
 def _attend(
     query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, backend: AttentionBackend, softmax_scale: float
 ) -> torch.Tensor:
@@ -101,17 +91,6 @@ def _compute_dtype(query: torch.dtype, pool: torch.dtype) -> torch.dtype:
     return query if query in FUSED_DTYPES else torch.float32
 
 
-def _check_rows(query: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, inputs: PagedLayerInputs) -> None:
-    heads = tuple(inputs.key_pool.shape[1:])
-    expected = (*inputs.slot_mapping.shape, *heads)
-    query_fits = query.shape[0] == expected[0] and query.shape[2:] == heads
-    if k_new.shape != expected or v_new.shape != expected or not query_fits:
-        raise ValueError(
-            f"the forward context writes {expected[:2]} rows of {heads}, got query {tuple(query.shape)}, keys "
-            f"{tuple(k_new.shape)} and values {tuple(v_new.shape)} (extra rows included)."
-        )
-
-
 @torch.library.custom_op(
     "diffusers_ardiff::paged_write_attn", mutates_args=("key_pool", "value_pool"), schema=WRITE_ATTN_SCHEMA, tags=TAGS
 )
@@ -132,18 +111,31 @@ def _write_attn_op(
 ) -> torch.Tensor:
     inputs = PagedLayerInputs(key_pool, value_pool, slot_mapping, block_table, seq_lens, layer_index, launch)
     plan = _plan_of(inputs)
-    backend = _choose(query, inputs, plan)
+    extra = {name: tensor for name, tensor in (("k_act", k_act), ("v_act", v_act)) if tensor is not None}
+    check_tensors(key_pool, softmax_scale, query=query, k_curr=k_curr, v_curr=v_curr, **extra)
     k_new = k_curr if k_act is None else torch.cat([k_curr, k_act], dim=1)
     v_new = v_curr if v_act is None else torch.cat([v_curr, v_act], dim=1)
-    _check_rows(query, k_new, v_new, inputs)
-    _check_queries(query, inputs, plan)
+    check_rows(query, k_new, v_new, inputs)
+    check_query(query, inputs, plan)
+    backend = _choose(query, inputs, plan)
     write_rows(inputs, plan, k_new, v_new)
     plan.written_layers.add(int(layer_index))
     return _attend(query, inputs, plan, backend, softmax_scale)
 
 
 @_write_attn_op.register_fake
-def _write_attn_fake(query: torch.Tensor, *args: object) -> torch.Tensor:
+def _write_attn_fake(
+    query: torch.Tensor,
+    k_curr: torch.Tensor,
+    v_curr: torch.Tensor,
+    k_act: torch.Tensor | None,
+    v_act: torch.Tensor | None,
+    key_pool: torch.Tensor,
+    *args: object,
+) -> torch.Tensor:
+    # Tensors on the meta device come here and not to the op.
+    extra = {name: tensor for name, tensor in (("k_act", k_act), ("v_act", v_act)) if tensor is not None}
+    check_devices(key_pool, query=query, k_curr=k_curr, v_curr=v_curr, **extra)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
@@ -182,9 +174,10 @@ def _norm_rope_write_attn_op(
 
     inputs = PagedLayerInputs(key_pool, value_pool, slot_mapping, block_table, seq_lens, layer_index, launch)
     plan = _plan_of(inputs)
+    check_tensors(key_pool, softmax_scale, query=query, keys=keys, values=values)
+    check_rows(query, keys, values, inputs)
+    check_query(query, inputs, plan)
     backend = _choose(query, inputs, plan)
-    _check_rows(query, keys, values, inputs)
-    _check_queries(query, inputs, plan)
     norm = QKNorm(query_weight, key_weight, norm_eps)
     rotated = norm_rope_write(inputs, query, keys, values, (cos, sin), norm, plan.scales)
     plan.written_layers.add(int(layer_index))
@@ -192,7 +185,18 @@ def _norm_rope_write_attn_op(
 
 
 @_norm_rope_write_attn_op.register_fake
-def _norm_rope_write_attn_fake(query: torch.Tensor, *args: object) -> torch.Tensor:
+def _norm_rope_write_attn_fake(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key_pool: torch.Tensor,
+    *args: object,
+) -> torch.Tensor:
+    check_devices(key_pool, query=query, keys=keys, values=values)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
@@ -210,12 +214,14 @@ def _attn_op(
     # Reads only, so there are no slots to write.
     inputs = PagedLayerInputs(key_pool, value_pool, block_table[:, :0], block_table, seq_lens, layer_index, launch)
     plan = _plan_of(inputs)
-    _check_queries(query, inputs, plan)
+    check_tensors(key_pool, softmax_scale, query=query)
+    check_query(query, inputs, plan)
     return _attend(query, inputs, plan, _choose(query, inputs, plan), softmax_scale)
 
 
 @_attn_op.register_fake
-def _attn_fake(query: torch.Tensor, *args: object) -> torch.Tensor:
+def _attn_fake(query: torch.Tensor, key_pool: torch.Tensor, *args: object) -> torch.Tensor:
+    check_devices(key_pool, query=query)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
@@ -242,7 +248,8 @@ def paged_write_attn(
     Returns: (R, Lq, H, D) in the query's dtype.
 
     Raises:
-        ValueError: shapes differ from what the context announced, or no backend can do the call; before any write.
+        ValueError: shapes differ from what the context announced, a tensor is on another device than the pools or not of
+            floating point, the scale is not positive and finite, or no backend can do the call; before any write.
     """
     scale = softmax_scale if softmax_scale is not None else query.shape[-1] ** -0.5
     return torch.ops.diffusers_ardiff.paged_write_attn(
@@ -284,8 +291,7 @@ def paged_norm_rope_write_attn(
     Returns: (R, L, H, D) in the query's dtype.
 
     Raises:
-        ValueError: the fused kernel refuses (``fused_write_refusals``), shapes differ from what the context announced,
-            or no backend can do the call; before any write.
+        ValueError: the fused kernel refuses (``fused_write_refusals``), or as ``paged_write_attn``; before any write.
     """
     scale = softmax_scale if softmax_scale is not None else query.shape[-1] ** -0.5
     return torch.ops.diffusers_ardiff.paged_norm_rope_write_attn(
@@ -305,7 +311,8 @@ def paged_attention(query: torch.Tensor, inputs: PagedLayerInputs, softmax_scale
     Returns: the query's shape and dtype.
 
     Raises:
-        ValueError: the query has other dimensions, T is not a multiple of R, or no backend can do the call.
+        ValueError: the query has other rows, heads or dimensions than the pages, T is not a multiple of R, or as
+            ``paged_write_attn``.
     """
     num_rows = inputs.seq_lens.shape[0]
     if query.dim() not in (3, 4) or (query.dim() == 3 and query.shape[0] % num_rows):

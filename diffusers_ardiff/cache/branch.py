@@ -130,16 +130,21 @@ class Branch:
                 f"{num_tokens} tokens are committed. Commit the sink first, and give the rotation of the offset."
             )
         self.prepare_write()
-        sink = self.sink
-        # Known only again when every layer is done.
+        self._turn_to(offset, rotary, self._storage.keep_sink(self.run, self.sink, num_tokens))
+
+    def _turn_to(self, offset: int, rotary: Rotary | None, sink: SinkKeys) -> None:
+        """Overwrite the sink's keys; ``sink`` has them as they were written."""
+        # Kept before a layer is touched, and the offset known only when every layer is done: a turn that fails half-way
+        # is then made good by the next one.
         self.sink = replace(sink, offset=None)
-        self.sink = replace(self._storage.turn_sink(self.run, sink, num_tokens, rotary), offset=offset)
         self.history += 1
+        self._storage.turn_sink(self.run, sink, rotary)
+        self.sink = replace(sink, offset=offset)
 
     def _rewrite_sink(self) -> None:
         """A forward is about to write rows of the sink, so those it leaves alone have to be as written."""
         if self.sink.offset != 0:
-            self._storage.turn_sink(self.run, self.sink, self.ring.geometry.sink_tokens, None)
+            self._turn_to(0, None, self.sink)
         self.sink = SinkKeys()
 
     def open_forward(self, span: ForwardSpan) -> None:
@@ -198,13 +203,20 @@ class Branch:
         self.ring.check_flush(keep_tokens)
 
     def flush(self, keep_tokens: int) -> None:
-        """Keep the sink and the last ``keep_tokens`` tokens; 0 is a reset at a boundary. Position H stays."""
+        """Keep the sink and the last ``keep_tokens`` tokens; 0 is a reset at a boundary. Position H stays.
+
+        If the copy fails, some layers have moved and others not: the branch is stale until a recache succeeds.
+        """
         self.check_flush(keep_tokens)
         if keep_tokens > 0:
             self.prepare_write()
         move = self.ring.flush(keep_tokens)
-        self._storage.move(self.run, move)
         self.history += 1
+        try:
+            self._storage.move(self.run, move)
+        except BaseException:
+            self.ring.mark_stale()
+            raise
 
     def reset(self) -> None:
         """Forget all video tokens: position 0, empty history. Pages and text stay."""

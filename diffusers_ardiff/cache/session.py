@@ -105,7 +105,7 @@ class Session:
     def restore(self, snapshot: Session) -> None:
         """Go back to where ``snapshot`` stands: history, position, text. The snapshot stays as it is.
 
-        Pages stay this session's own. Heals a stale session.
+        Pages stay this session's own. Heals a stale session. If a copy fails, every branch is left empty: restore again.
 
         Raises:
             ValueError: a session of another pool, or with other branches.
@@ -118,8 +118,14 @@ class Session:
         self.check_idle("a restore")
         for branch in snapshot.branches:
             branch.check_fork("a restore")
-        for branch in self.branches:
-            branch.restore(snapshot.branch(branch.name))
+        try:
+            for branch in self.branches:
+                branch.restore(snapshot.branch(branch.name))
+        except BaseException:
+            # Branches at different positions would go on as if nothing had been.
+            for branch in self.branches:
+                branch.reset()
+            raise
 
     # -- host memory ---------------------------------------------------------------------------------------------
 

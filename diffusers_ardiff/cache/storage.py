@@ -154,17 +154,17 @@ class KVStorage:
             pool[target_rows] = pool[source_rows]
         self.num_copied_runs += 1
 
-    def turn_sink(self, run: PageRun, sink: SinkKeys, num_tokens: int, rotary: Rotary | None) -> SinkKeys:
-        """Turn the keys of the first ``num_tokens`` storage indices in every layer; returns them as they were written.
-
-        ``rotary`` None puts them back.
-        """
+    def keep_sink(self, run: PageRun, sink: SinkKeys, num_tokens: int) -> SinkKeys:
+        """``sink`` with the keys of the first ``num_tokens`` storage indices as they were written, in every layer."""
+        if sink.written:
+            return sink
         rows = self._rows(run, num_tokens)
-        if not sink.written:
-            written = (as_bytes(pool)[rows].clone().view(pool.dtype) for pool in self.key_pools)
-            sink = replace(sink, written=tuple(written))
-        turn_keys(self.key_pools, rows, sink, rotary)
-        return sink
+        written = (as_bytes(pool)[rows].clone().view(pool.dtype) for pool in self.key_pools)
+        return replace(sink, written=tuple(written))
+
+    def turn_sink(self, run: PageRun, sink: SinkKeys, rotary: Rotary | None) -> None:
+        """Overwrite the sink's keys in every layer by those of ``keep_sink``, turned; ``rotary`` None puts them back."""
+        turn_keys(self.key_pools, self._rows(run, len(sink.written[0])), sink, rotary)
 
     def read(self, run: PageRun, num_tokens: int) -> list[torch.Tensor]:
         """The first ``num_tokens`` storage indices in host memory: K of each layer, then V of each layer.

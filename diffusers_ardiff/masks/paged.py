@@ -130,6 +130,12 @@ def build_paged_mask(
 
 
 def _spans_by_row(full_attn_spans: FullAttnSpans, num_rows: int) -> list[tuple[Span, ...]]:
+    if not isinstance(full_attn_spans, Sequence):
+        # Anything else might be empty at a second look.
+        raise ValueError(
+            f"full_attn_spans must be a list of spans (start, end), or a list of such lists, one a row, got "
+            f"{full_attn_spans!r}. None is no mask at all."
+        )
     entries: Sequence[Any] = full_attn_spans
     has_row_lists = any(isinstance(e, Sequence) and (len(e) == 0 or isinstance(e[0], Sequence)) for e in entries)
     if not has_row_lists:
