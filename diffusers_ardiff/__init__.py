@@ -6,6 +6,7 @@ from .cache import KVScales, MemoryLimitError
 from .checkpoints import load_ar_checkpoint
 from .context import PagedForwardContext
 from .fp8 import quantize_linears
+from .gelu import fuse_gelu, unfuse_gelu
 from .pipelines import (
     ARChunk,
     ARDiffusionPipeline,
@@ -43,6 +44,8 @@ __all__ = [
     "StreamBatch",
     "StreamBatchError",
     "attach_paged_attention",
+    "fuse_gelu",
     "load_ar_checkpoint",
     "quantize_linears",
+    "unfuse_gelu",
 ]

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .gelu import LinearGelu
+
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = torch.finfo(FLOAT8).max
 _MULTIPLE = 16
@@ -60,8 +62,8 @@ def quantize_linears(transformer: Any) -> int:
     the model afterwards. Embeddings, norms, the output layer and the text's K/V projections stay as they are.
 
     Raises:
-        ValueError: another dtype, LoRA layers that are not fused, or sizes that are no multiples of 16. Nothing has
-            changed then.
+        ValueError: another dtype, LoRA layers that are not fused, a fused GELU, or sizes that are no multiples of 16.
+            Nothing has changed then.
         RuntimeError: a device without float8 products, or the layers are quantised already.
     """
     found = [
@@ -84,6 +86,8 @@ def quantize_linears(transformer: Any) -> int:
 def _check_layers(transformer: Any, linears: list[torch.nn.Linear]) -> None:
     if any(hasattr(module, "lora_A") for module in transformer.modules()):
         raise ValueError("LoRA layers can't be quantised; call fuse_lora() and unload_lora_weights() first.")
+    if any(isinstance(module, LinearGelu) for module in transformer.modules()):
+        raise ValueError("layers with fused GELU can't be quantised; call unfuse_gelu(transformer) first.")
     dtypes = {layer.weight.dtype for layer in linears}
     if dtypes != {torch.bfloat16}:
         raise ValueError(f"float8 linears take a bfloat16 model, its blocks hold {sorted(map(str, dtypes))}.")

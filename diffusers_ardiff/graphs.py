@@ -17,6 +17,7 @@ import torch
 
 from .cache import KVStorage, TextKV
 from .context import LaunchPlan, PagedForwardContext, PagedLayerInputs, find_launch_plan, register_launch_plan
+from .gelu import LinearGelu
 from .recording import Recorder
 from .rope import Rotary
 
@@ -273,7 +274,7 @@ class GraphSet:
         if _weights_of(self._transformer) != self._weights:
             raise RuntimeError(
                 "the transformer's weights were moved, replaced or added since its forwards were captured (.to(), a "
-                "LoRA or its scale, quantisation). Call pipe.warmup() again, or pipe.cooldown() to go on without graphs."
+                "LoRA or its scale, quantisation, fuse_gelu). Call pipe.warmup() again, or pipe.cooldown() to go on without graphs."
             )
 
     def replay(self, key: GraphKey, call: ForwardCall) -> torch.Tensor | None:
@@ -299,7 +300,7 @@ def _pool_addresses(storage: KVStorage) -> tuple[int, ...]:
 
 
 def _weights_of(transformer: torch.nn.Module) -> tuple[Any, ...]:
-    """What a captured forward holds of the model: addresses of weights, and the numbers that LoRA layers multiply by."""
+    """What a captured forward holds of the model: addresses of weights, numbers that LoRAs multiply by, fused layers."""
     named = (*transformer.named_parameters(), *transformer.named_buffers())
     addresses = tuple((name, tensor.data_ptr()) for name, tensor in named if not name.startswith("rope."))
     adapters = tuple(
@@ -307,4 +308,6 @@ def _weights_of(transformer: torch.nn.Module) -> tuple[Any, ...]:
         for name, module in transformer.named_modules()
         if hasattr(module, "lora_A")
     )
-    return (addresses, adapters)
+    # Replaced by other code over the same weights.
+    fused = tuple(name for name, module in transformer.named_modules() if isinstance(module, LinearGelu))
+    return (addresses, adapters, fused)

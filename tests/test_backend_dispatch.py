@@ -29,6 +29,7 @@ from rollouts import forward, make_manager, random_rows
 
 from diffusers_ardiff.attention import AttentionBackend, AttentionRequest, paged_write_attn, registry, select_backend
 from diffusers_ardiff.attention.backends import flash2, flash3, libraries, reference, rocm, sdpa, triton_paged, varlen
+from diffusers_ardiff.attention.backends.splits import choose_splits
 from diffusers_ardiff.cache import Branch
 from diffusers_ardiff.context import PagedForwardContext
 
@@ -156,6 +157,49 @@ def test_flash3_reads_contiguous_rows_in_place(
         patch.setattr(torch.Tensor, "index_select", None)
         forward(branches, random_rows(branches, 24), backend=name, commit=False)
     assert calls == ["dense"]
+
+
+@pytest.mark.parametrize("fragmented", [False, True])
+def test_flash3_split_cuts_dense_keys_only(
+    machine: Machine, calls: Calls, monkeypatch: pytest.MonkeyPatch, fragmented: bool
+) -> None:
+    machine.gpu(9, 0)
+    machine.install_flash3(calls, FORWARD_ONLY_BUILD)
+    name = machine.use_on_cpu(flash3.make_split_backend())
+    monkeypatch.setattr(flash3, "count_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(flash3, "choose_splits", lambda shape, keys, count: 3 if keys > 96 - 24 else 1)
+    branches = open_rows(1, fragmented=fragmented, staging=False)
+    for _ in range(5):
+        check_equal_to_reference(branches, name)
+        advance(branches, 1)
+    assert calls == (["varlen"] * 5 if fragmented else ["dense"] * 3 + ["dense in 3 parts"] * 2)
+
+
+def test_flash3_split_is_chosen_by_name_only(machine: Machine, calls: Calls) -> None:
+    """And never for a mask, whose segments it would not cut, or with a build that has no such kernels."""
+    machine.gpu(9, 0)
+    machine.use(machine.install_flash3(calls, FORWARD_ONLY_BUILD), flash3.make_split_backend())
+    assert select_backend(FITS).name == "flash3"
+    assert select_backend(FITS, "flash3_split").name == "flash3_split"
+    with pytest.raises(ValueError, match="flash3_split: honours no piecewise mask"):
+        select_backend(replace(FITS, needs_mask=True), "flash3_split")
+    machine.install_flash3(calls, FORWARD_ONLY_BUILD | {"FLASHATTENTION_DISABLE_SPLIT": True})
+    with pytest.raises(ValueError, match="this build can't split keys"):
+        select_backend(FITS, "flash3_split")
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "keys", "splits"),
+    [
+        (4680, 12, 32760, 2),  # 3.4 rounds of tiles in 4; 6.7 of half the length in 7
+        (4680, 12, 18720, 2),
+        (1560, 12, 32760, 5),  # 1.2 rounds in 2
+        (4680, 40, 32760, 1),  # 11.2 in 12: the merge would cost what is left to gain
+        (4680, 12, 1560, 1),
+    ],
+)
+def test_number_of_parts(queries: int, heads: int, keys: int, splits: int) -> None:
+    assert choose_splits((1, queries, heads, 128), keys, 132) == splits
 
 
 def test_flash3_equals_the_reference_while_the_window_fills_and_after(machine: Machine, calls: Calls) -> None:

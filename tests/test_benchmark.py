@@ -19,6 +19,7 @@ from diffusers_ardiff.benchmarks import (
     OpCase,
     Timing,
     anchor_cases,
+    commands,
     measure_op,
     measure_write,
     order_cases,
@@ -295,6 +296,7 @@ def test_rollout_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert (result["window"], result["decoder"]) == ("3 (1+2)", "light")
     baseline = result["baseline"]
     assert baseline["ratio"] == pytest.approx(baseline["steady_seconds"] / baseline["ours"])
+    assert baseline["ours"] == result["alone"]["transformer_seconds"] > 0 < result["alone"]["decode_seconds"]
     assert result["pixel_fps"] == pytest.approx(4 / result["mean_seconds"])
     assert "window 3 (1+2) latent frames" in printed and f"{baseline['ratio']:.2f} x" in printed
 
@@ -323,12 +325,54 @@ def test_rollout_script_warm(
     (result,) = json.loads(output.read_text())["results"]
     assert [pool() for pool in made] == pools and len(counting.graphs) == 1
     assert result["kv_dtype"] == "float8" and pools[0].storage.dtype == torch.float8_e4m3fn
-    assert result["forwards"] == {"compiled": True, "graphs": False}
+    assert result["forwards"] == {"compiled": True, "graphs": False, "fused_gelu": False}
     assert (result["warmup"]["num_graphs"], result["warmup"]["num_compiled_shapes"]) == (0, 1)
     assert "forwards compiled: warm after" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments, "--compile", "--baseline", "dense-roll"])
-    with pytest.raises(ValueError, match="no match for --compile"):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+    torch._dynamo.reset()
+
+
+def test_rollout_script_warm_against_the_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The baseline is the stock blocks, eager: neither compiled nor with a fused GELU, which come after it."""
+    torch._dynamo.reset()
+    counting, seen = CountingBackend("eager"), []
+    plain, dense = ARDiffusionPipeline.warmup, commands.measure_dense_roll
+
+    def counted(self: ARDiffusionPipeline, *, compile: bool, **call: Any) -> WarmupReport:
+        return plain(self, compile={"backend": counting} if compile else False, **call)
+
+    def noted(pipeline: ARDiffusionPipeline, settings: RolloutSettings) -> list[float]:
+        block = pipeline.transformer.blocks[0]
+        seen.append((type(block.ffn.net[0]).__name__, block._compiled_call_impl))
+        return dense(pipeline, settings)
+
+    monkeypatch.setattr(ARDiffusionPipeline, "warmup", counted)
+    monkeypatch.setattr(commands, "measure_dense_roll", noted)
+    folder, output = tmp_path / "model", tmp_path / "rollout.json"
+    make_pipeline(recipe=ONE_STEP).save_pretrained(folder)
+    arguments = [
+        "rollout",
+        "--model",
+        str(folder),
+        "--measured-chunks",
+        "2",
+        "--device",
+        "cpu",
+        "--output",
+        str(output),
+    ]
+    arguments += ["--compile", "--fuse-gelu", "--baseline", "dense-roll", "--latents-only"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    (result,) = json.loads(output.read_text())["results"]
+    baseline, printed = result["baseline"], capsys.readouterr().out
+    assert seen == [("GELU", None)] * 2 and len(counting.graphs) == 1
+    assert baseline["ratio"] == pytest.approx(baseline["steady_seconds"] / baseline["ours"])
+    assert baseline["ratio_eager"] == pytest.approx(baseline["steady_seconds"] / baseline["ours_eager"])
+    assert result["forwards"] == {"compiled": True, "graphs": False, "fused_gelu": True}
+    assert "dense-roll (stock blocks, eager)" in printed and "ours (compiled, GELU fused)" in printed
+    assert "both eager: dense-roll" in printed
     torch._dynamo.reset()
 
 

@@ -13,7 +13,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 
 from ..fp8 import quantize_linears
-from ..pipelines import ARDiffusionPipeline, ARStream
+from ..gelu import fuse_gelu, unfuse_gelu
+from ..pipelines import ARDiffusionPipeline, ARStream, CacheOptions
 from ..pipelines.window import kept_frames
 from ..recipes import Recipe, load_recipe
 
@@ -105,9 +106,12 @@ def chunk_recipe(window: str, height: int, width: int) -> Recipe:
 
 
 class ChunkBenchmark:
-    """Times variants of one pipeline at one window, one after the other."""
+    """Times variants of one pipeline at one window, one after the other; with an attention backend by name, if any."""
 
-    def __init__(self, pipe: ARDiffusionPipeline, recipe: Recipe, *, num_chunks: int) -> None:
+    def __init__(
+        self, pipe: ARDiffusionPipeline, recipe: Recipe, *, num_chunks: int, backend: str | None = None
+    ) -> None:
+        self._cache = CacheOptions(backend=backend)
         self.pipe, self.recipe, self.num_chunks = pipe, recipe, num_chunks
         self.device = pipe._execution_device
         text_dim = pipe.transformer.config["text_dim"]
@@ -127,6 +131,7 @@ class ChunkBenchmark:
                 recipe=self.recipe,
                 text_len=TEXT_LEN,
                 decode=False,
+                cache=self._cache,
                 cuda_graphs=variant != "compiled" and self.device.type == "cuda",
                 merge_commits=merge,
             )
@@ -186,6 +191,7 @@ class ChunkBenchmark:
         return self.pipe.stream(
             prompt_embeds=self._embeds,
             recipe=self.recipe,
+            cache=self._cache,
             output_type="latent",
             merge_commits=merge,
             generator=torch.Generator().manual_seed(0),
@@ -219,13 +225,15 @@ def run_chunk(options: argparse.Namespace) -> list[dict[str, Any]]:
         pipe = random_pipeline(options.preset, device, dtype)
         if options.fuse_qkv:
             pipe.transformer.fuse_qkv_projections()
+        if options.fuse_gelu:
+            fuse_gelu(pipe.transformer)
         if options.text_attention is not None:
             pipe.transformer.set_attention_backend(options.text_attention)
-        benchmark = ChunkBenchmark(
-            pipe, chunk_recipe(window, options.height, options.width), num_chunks=options.chunks
-        )
+        recipe = chunk_recipe(window, options.height, options.width)
+        benchmark = ChunkBenchmark(pipe, recipe, num_chunks=options.chunks, backend=options.backend)
         for variant in variants:
             if variant == "fp8":
+                unfuse_gelu(pipe.transformer)
                 quantize_linears(pipe.transformer)
             result = benchmark.measure(variant, show_kernels=options.kernels)
             print(result, flush=True)
@@ -243,6 +251,8 @@ def add_chunk_command(commands: Any) -> None:
     chunk.add_argument("--chunks", type=int, default=8, help="timed in the steady state")
     chunk.add_argument("--kernels", action="store_true", help="also print the kernels of a chunk by device time")
     chunk.add_argument("--fuse-qkv", action="store_true", help="one projection for query, key and value")
+    chunk.add_argument("--fuse-gelu", action="store_true", help="GELU in the product before it, but for fp8")
+    chunk.add_argument("--backend", help="attention backend, such as flash3_split (default: chosen)")
     chunk.add_argument("--text-attention", metavar="BACKEND", help="diffusers' name, such as _native_cudnn")
     chunk.add_argument("--height", type=int, default=480)
     chunk.add_argument("--width", type=int, default=832)

@@ -14,6 +14,7 @@ import torch
 
 from ..cache import FLOAT8
 from ..doctor import DTYPES
+from ..gelu import fuse_gelu
 from ..load import load_pipeline
 from ..pipelines import ARDiffusionPipeline
 from ..recipes import load_recipe
@@ -22,8 +23,16 @@ from .decode import VARIANTS, DecodeCase, describe_decode, measure_decode
 from .dense_roll import measure_dense_roll
 from .models import WAN_SHAPES, build_light_decoder, build_pipeline, windowed
 from .plot import plot_rollout
-from .report import RolloutResult, describe, window_label
-from .rollout import RolloutSettings, measure_rollout, warm_up
+from .report import describe, window_label
+from .rollout import (
+    RolloutSettings,
+    first_steady_chunk,
+    measure_rollout,
+    peak_so_far,
+    reset_peak,
+    time_decoding,
+    warm_up,
+)
 
 DECODERS = ("wan", "light", "none")
 KV_DTYPES = DTYPES | {"float8": FLOAT8}
@@ -48,8 +57,9 @@ def add_rollout_command(commands: Any) -> None:
     parser.add_argument("--channels-last", action="store_true", help="of the decoder's weights")
     parser.add_argument("--compile", action="store_true", help="the transformer's blocks, by pipe.warmup")
     parser.add_argument("--graphs", action="store_true", help="replay forwards as CUDA graphs, by pipe.warmup")
+    parser.add_argument("--fuse-gelu", action="store_true", help="GELU in the product before it; not in the baseline")
     parser.add_argument("--overlap", action="store_true", help="decode beside the next chunk's denoising")
-    parser.add_argument("--baseline", choices=["dense-roll"], help="time this in the same run and print the ratio")
+    parser.add_argument("--baseline", choices=["dense-roll"], help="time this, eager, in the same run; print ratios")
     parser.add_argument("--backend", help="attention backend (default: chosen)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of random weights")
     parser.add_argument("--kv-dtype", choices=sorted(KV_DTYPES), help="of keys and values (default: the model's)")
@@ -102,16 +112,21 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time one rollout after the other; prints each as it is done."""
-    if options.baseline is not None and (options.compile or options.graphs):
-        raise ValueError("--baseline is launched kernel by kernel, so it is no match for --compile or --graphs.")
     pipeline = prepare_pipeline(options)
     settings = _settings(options, pipeline)
     recipe = settings.recipe
     assert recipe is not None
+    # First of all: its blocks are the stock ones, launched kernel by kernel.
+    baseline = None if options.baseline is None else run_baseline(pipeline, settings)
+    if options.fuse_gelu:
+        fuse_gelu(pipeline.transformer)
+    is_warm = options.compile or options.graphs
+    if baseline is not None and is_warm:
+        baseline["ours_eager"] = time_transformer(pipeline, settings)
+    reset_peak(pipeline._execution_device)
     warmup = pipeline.warmup_decoder(recipe=recipe) if settings.decode else 0.0
-    warm = None
-    if options.compile or options.graphs:
-        warm = warm_up(pipeline, settings, compile=options.compile, cuda_graphs=options.graphs)
+    warm = warm_up(pipeline, settings, compile=options.compile, cuda_graphs=options.graphs) if is_warm else None
+    warmup_peak = peak_so_far(pipeline._execution_device)
     # Kernels are loaded before anything is timed.
     measure_rollout(pipeline, replace(settings, measured_chunks=2, num_frames=None))
     factor, results = pipeline.vae_scale_factor_temporal, []
@@ -125,47 +140,78 @@ def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
             "decoder": options.decoder,
             "decoder_options": vars(pipeline.decoding.options),
             "decoder_warmup_seconds": warmup,
+            "warmup_peak_bytes": warmup_peak,
             "kv_dtype": options.kv_dtype,
-            "forwards": {"compiled": options.compile, "graphs": options.graphs},
+            "forwards": {"compiled": options.compile, "graphs": options.graphs, "fused_gelu": options.fuse_gelu},
             "warmup": None if warm is None else asdict(warm),
             "pixel_fps": recipe.chunk_frames * factor / result.mean_seconds,
         }
         print(f"{options.model}, {describe(recipe, result, factor, options.decoder)}", flush=True)
+        if warmup_peak is not None:
+            print(f"  peak of the warm-up {warmup_peak / 2**30:.2f} GiB", flush=True)
         if settings.decode:
             print(f"  decoder warm-up {warmup:.1f} s, options {report['decoder_options']}", flush=True)
+            report["alone"] = measure_alone(pipeline, settings)
         print(f"  forwards {_forwards_label(options)}" + ("" if warm is None else f": {warm}"), flush=True)
         report |= result.to_dict()
-        if options.baseline is not None:
-            report["baseline"] = run_baseline(pipeline, settings, result)
+        if baseline is not None:
+            ours = report["alone"]["transformer_seconds"] if settings.decode else result.transformer_seconds
+            report["baseline"] = compare(baseline, ours, _forwards_label(options))
         results.append(report)
     return results
 
 
 def _forwards_label(options: argparse.Namespace) -> str:
-    names = [name for name, chosen in (("compiled", options.compile), ("replayed", options.graphs)) if chosen]
-    return " and ".join(names) or "eager"
+    chosen = {"compiled": options.compile, "replayed": options.graphs}
+    names = " and ".join(name for name, is_chosen in chosen.items() if is_chosen) or "eager"
+    return names + (", GELU fused" if options.fuse_gelu else "")
 
 
-def run_baseline(pipeline: ARDiffusionPipeline, settings: RolloutSettings, result: RolloutResult) -> dict[str, Any]:
-    """Time the dense cache that rolls, and ours without decoding where it was timed with; prints the ratio."""
-    if settings.decode:
-        result = measure_rollout(pipeline, replace(settings, decode=False))
+def run_baseline(pipeline: ARDiffusionPipeline, settings: RolloutSettings) -> dict[str, Any]:
+    """Time the dense cache that rolls, once its kernels are loaded."""
+    measure_dense_roll(pipeline, replace(settings, measured_chunks=2, num_frames=None))
     gc.collect()
     seconds = measure_dense_roll(pipeline, settings)
-    dense = statistics.median(seconds[result.first_steady_chunk :])
-    ours = result.transformer_seconds
+    recipe = settings.recipe
+    assert recipe is not None
+    dense = statistics.median(seconds[first_steady_chunk(recipe) :])
+    return {"name": "dense-roll", "chunk_seconds": seconds, "steady_seconds": dense}
+
+
+def time_transformer(pipeline: ARDiffusionPipeline, settings: RolloutSettings) -> float:
+    """Seconds of denoising and commit of a chunk where nothing is decoded, once kernels are loaded."""
+    settings = replace(settings, decode=False)
+    measure_rollout(pipeline, replace(settings, measured_chunks=2, num_frames=None))
+    return measure_rollout(pipeline, settings).transformer_seconds
+
+
+def measure_alone(pipeline: ARDiffusionPipeline, settings: RolloutSettings) -> dict[str, float]:
+    """Seconds a chunk of decoding alone, and of denoising and commit alone; prints both."""
+    recipe = settings.recipe
+    assert recipe is not None
+    decode = time_decoding(pipeline, recipe)
+    transformer = time_transformer(pipeline, settings)
     print(
-        f"  dense-roll {dense:.4f} s a chunk, ours {ours:.4f} s (denoising + commit, nothing decoded): "
-        f"{dense / ours:.2f} x",
+        f"  alone: decoding {decode:.4f} s a chunk, denoising + commit {transformer:.4f} s; one after the other "
+        f"{decode + transformer:.4f} s",
         flush=True,
     )
-    return {
-        "name": "dense-roll",
-        "chunk_seconds": seconds,
-        "steady_seconds": dense,
-        "ours": ours,
-        "ratio": dense / ours,
-    }
+    return {"decode_seconds": decode, "transformer_seconds": transformer}
+
+
+def compare(baseline: dict[str, Any], ours: float, label: str) -> dict[str, Any]:
+    """The baseline with the ratio to ours; prints what is compared with what."""
+    dense = baseline["steady_seconds"]
+    print(
+        f"  denoising + commit of a chunk, nothing decoded: dense-roll (stock blocks, eager) {dense:.4f} s, ours "
+        f"({label}) {ours:.4f} s: {dense / ours:.2f} x",
+        flush=True,
+    )
+    eager = baseline.get("ours_eager")
+    if eager is not None:
+        print(f"  both eager: dense-roll {dense:.4f} s, ours {eager:.4f} s: {dense / eager:.2f} x", flush=True)
+    ratios = {"ratio": dense / ours} | ({} if eager is None else {"ratio_eager": dense / eager})
+    return baseline | {"ours": ours} | ratios
 
 
 def prepare_pipeline(options: argparse.Namespace) -> ARDiffusionPipeline:

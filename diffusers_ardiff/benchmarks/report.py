@@ -98,6 +98,17 @@ class RolloutResult:
         return max(peaks) if peaks else None
 
     @property
+    def steady_peak_bytes(self) -> int | None:
+        """Most bytes on the device while the window is full; None on the CPU."""
+        peaks = [c.peak_bytes for c in self.chunks[self.first_steady_chunk :] if c.peak_bytes is not None]
+        return max(peaks) if peaks else None
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Bytes on the device between the last chunks: weights, pool, text, decoder state; None on the CPU."""
+        return self.chunks[-1].allocated_bytes
+
+    @property
     def peak_over_plan(self) -> float | None:
         """Peak over weights and plan; None on the CPU."""
         if self.peak_bytes is None or self.weights_bytes is None:
@@ -116,6 +127,8 @@ class RolloutResult:
             "to_frames_seconds": self.steady("to_frames"),
             "latents_over_chunk": self.steady("to_latents") / self.transformer_seconds,
             "peak_bytes": self.peak_bytes,
+            "steady_peak_bytes": self.steady_peak_bytes,
+            "held_bytes": self.held_bytes,
             "peak_over_plan": self.peak_over_plan,
         }
 
@@ -145,6 +158,11 @@ def describe(recipe: Recipe, result: RolloutResult, temporal_factor: int, decode
         f"{'==' if result.footprint_after_fill == result.footprint_at_end else '!='} {result.footprint_at_end}",
     ]
     if result.peak_bytes is not None and result.weights_bytes is not None:
+        steady, held = result.steady_peak_bytes or 0, result.held_bytes or 0
+        lines.append(
+            f"  steady state: peak {steady / 2**30:.2f} GiB, of which {held / 2**30:.2f} are held between chunks (weights, "
+            f"pool, text, decoder state) and {(steady - held) / 2**30:.2f} come and go"
+        )
         lines.append(
             f"  peak {result.peak_bytes / 2**30:.2f} GiB: {result.peak_over_plan:.3f} x weights "
             f"{result.weights_bytes / 2**30:.2f} + plan {result.planned_bytes / 2**30:.2f}"

@@ -6,7 +6,10 @@ marks on the device's stream, so nothing is waited for in between.
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 
 from ..cache import KVManager, MemoryPlan
 from ..pipelines import ARChunk, ARDiffusionPipeline, ARStream, CacheOptions
-from ..pipelines.overlap import OverlappedFrames
+from ..pipelines.overlap import OverlappedFrames, decode_lane
 from ..pipelines.warmup import WarmupReport
 from ..pipelines.window import kept_frames
 from ..recipes import Recipe
@@ -128,6 +131,37 @@ def warm_up(
     return pipeline.warmup(compile=compile, cuda_graphs=cuda_graphs, **_plan_arguments(settings, recipe))
 
 
+@torch.no_grad()
+def time_decoding(pipeline: ARDiffusionPipeline, recipe: Recipe, *, repeats: int = 5) -> float:
+    """Seconds of decoding one steady chunk while nothing else runs: the median, once kernels are loaded."""
+    device, factor = pipeline._execution_device, pipeline.vae_scale_factor_spatial
+    clock, decoding = Clock(device), pipeline.decoding
+    channels = pipeline.transformer.config["in_channels"]
+    size = (1, channels, recipe.chunk_frames, recipe.height // factor, recipe.width // factor)
+    latents, stream = torch.zeros(size, device=device), decoding.open(device)
+    lane = torch.cuda.stream(decode_lane(device)) if decoding.options.overlap else nullcontext()
+    with lane:
+        for _ in range(2):
+            stream.decode(latents)
+        marks = [clock.mark()]
+        for _ in range(repeats):
+            stream.decode(latents)
+            marks.append(clock.mark())
+        clock.wait(marks[-1])
+    return statistics.median(clock.seconds(start, end) for start, end in itertools.pairwise(marks))
+
+
+def peak_so_far(device: torch.device) -> int | None:
+    """Most bytes on the device since ``reset_peak``, which every measured chunk calls; None on the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak begin at what is allocated now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def _plan_arguments(settings: RolloutSettings, recipe: Recipe) -> dict[str, Any]:
     return {
         "recipe": recipe,
@@ -170,8 +204,7 @@ class _Run:
 
     def _make_one(self, index: int) -> ARChunk:
         clock, device = self._clock, self._clock.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        reset_peak(device)
         asked = clock.mark()
         self._stream.rollout.commit_held()
         started = clock.mark()

@@ -32,6 +32,20 @@ def decode_step(
     return unpatchify(pixels, patch_size=patch_size).float().clamp_(-1.0, 1.0), tuple(cache)
 
 
+def _step_with_own_state(
+    decoder: Any, hidden: torch.Tensor, state: tuple[CacheEntry, ...], patch_size: int
+) -> tuple[torch.Tensor, tuple[CacheEntry, ...]]:
+    """``decode_step`` whose state is copied out of the activations.
+
+    Inductor drops the host's own ``clone()`` of an activation's last two frames where the layout stays: the state is then
+    a view that keeps the whole chunk's activation alive. It does not drop ``copy_``.
+    """
+    pixels, state = decode_step(decoder, hidden, state, patch_size)
+    return pixels, tuple(
+        torch.empty_like(entry).copy_(entry) if isinstance(entry, torch.Tensor) else entry for entry in state
+    )
+
+
 class CompiledStep:
     """``decode_step`` compiled for the exact shapes it meets: three graphs a layout.
 
@@ -46,7 +60,7 @@ class CompiledStep:
     def __init__(self, *, channels_last: bool = False, compiler: Any = "inductor") -> None:
         self._channels_last = channels_last
         # A graph break or a shape made symbolic would cost what compiling is meant to save, so neither is allowed.
-        self._compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, backend=compiler)
+        self._compiled = torch.compile(_step_with_own_state, fullgraph=True, dynamic=False, backend=compiler)
 
     def __call__(
         self, decoder: Any, hidden: torch.Tensor, state: tuple[CacheEntry, ...], patch_size: int
@@ -57,7 +71,9 @@ class CompiledStep:
         return pixels, tuple(self._settle(entry) for entry in state)
 
     def _settle(self, entry: CacheEntry) -> CacheEntry:
-        return canonical(entry, channels_last=self._channels_last) if isinstance(entry, torch.Tensor) else entry
+        if not isinstance(entry, torch.Tensor):
+            return entry
+        return canonical(_own(entry), channels_last=self._channels_last)
 
 
 class CompiledLightStep:
@@ -80,7 +96,13 @@ class CompiledLightStep:
         state = tuple(canonical(entry, channels_last=self._channels_last) for entry in state)
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_LAYOUTS):
             pixels, state = self._compiled(canonical(latents), state)
-        return pixels, state
+        return pixels, tuple(_own(entry) for entry in state)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied where it would keep a larger one's memory alive."""
+    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return tensor.clone() if is_part else tensor
 
 
 def canonical(tensor: torch.Tensor, *, channels_last: bool = False) -> torch.Tensor:

@@ -63,6 +63,12 @@ def attend(
     return paged_write_attn(inputs, query, key, value)
 
 
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether something hangs on a module's calls (offloading brings weights along), which reading its weights passes by."""
+    is_wrapped = getattr(module.forward, "__func__", None) is not type(module).forward
+    return is_wrapped or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def refuse_mask(attention_mask: object) -> None:
     """A dense mask and paged inputs can't both say what is visible.
 

@@ -16,7 +16,7 @@ from ..attention.writing import FUSED_DTYPES
 from ..cache.text import TextKV, TextLayerKV
 from ..merged import MergedLayerInputs
 from ..rope import Rotary, VideoRope, apply_rotary
-from .base import HostSettings, PagedSelfAttnProcessor, attend, project_out, project_qkv, refuse_mask
+from .base import HostSettings, PagedSelfAttnProcessor, attend, is_hooked, project_out, project_qkv, refuse_mask
 from .family import RopeFunction, Stack, TransformerFamily, register_family
 
 ATTN_PARTS = ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k", "heads", "set_processor")
@@ -104,16 +104,11 @@ def norm_refusals(attn: Any, dim: int) -> list[str]:
             reasons.append(f"{name} is no torch.nn.RMSNorm over {dim} channels")
         elif norm.weight is None or norm.weight.dtype not in FUSED_DTYPES or norm.eps is None:
             reasons.append(f"{name} has no eps or no weights of a dtype the kernel takes")
-        elif _is_hooked(norm):
+        elif is_hooked(norm):
             reasons.append(f"{name} has hooks (offloading), which a kernel would pass by")
     if not reasons and attn.norm_q.eps != attn.norm_k.eps:
         reasons.append(f"norm_q and norm_k have different eps, {attn.norm_q.eps} and {attn.norm_k.eps}")
     return reasons
-
-
-def _is_hooked(module: torch.nn.Module) -> bool:
-    is_wrapped = getattr(module.forward, "__func__", None) is not type(module).forward
-    return is_wrapped or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def project_text(attn: Any, text_states: torch.Tensor, image_states: torch.Tensor | None) -> TextLayerKV:

@@ -10,6 +10,7 @@ from dense import TokenHistory, relative_error
 from rollouts import Rows, forward, make_manager
 
 from diffusers_ardiff.attention import AttentionRequest, list_backends, paged_write_attn
+from diffusers_ardiff.attention.backends.splits import choose_splits
 from diffusers_ardiff.cache import Branch, KVManager
 from diffusers_ardiff.context import PagedForwardContext, PagedLayerInputs, find_launch_plan, register_launch_plan
 
@@ -109,6 +110,23 @@ def test_rows_of_different_length(backend: str, shuffle_seed: int | None) -> Non
             step([branch], [history], 24, backend)
     for _ in range(5):
         assert step(branches, histories, 24, backend) < TOLERANCE
+
+
+@pytest.mark.skipif("flash3_split" not in BACKENDS, reason="needs FlashAttention 3 with splits")
+@pytest.mark.parametrize(("queries", "heads", "keys"), [(4680, 12, 18720), (1560, 12, 9360), (700, 2, 6000)])
+def test_keys_in_parts(queries: int, heads: int, keys: int) -> None:
+    """As exact as in one part, at sizes where there are several."""
+    torch.manual_seed(0)
+    shape = (1, queries, heads, HEAD_DIM)
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    assert choose_splits(shape, keys, count) > 1 or count != 132
+    branches = open_manager(0, keys, heads=heads).open_session().branches
+    for _ in range(-(-keys // queries) - 1):
+        forward(branches, gpu_rows(branches, queries), backend="flash3")
+    rows = gpu_rows(branches, queries)
+    whole = forward(branches, rows, backend="flash3", commit=False)
+    parts = forward(branches, rows, backend="flash3_split", commit=False)
+    assert relative_error(parts, whole) < 5e-3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

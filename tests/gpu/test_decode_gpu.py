@@ -84,6 +84,10 @@ def test_compiled_is_plain_within_rounding(light: bool, dtype: torch.dtype, chan
     assert counters["stats"]["unique_graphs"] == warm > 0
     assert plain.std() > 0.01
     assert (fast - plain).abs().max().item() <= MAX_ERROR[dtype]
+    stream = pipe.decoding.open(torch.device("cuda"))
+    for _ in range(3):
+        stream.decode(torch.zeros(1, 16, 3, 16, 20, device="cuda"))
+    assert stream.state_bytes == pipe.decoding.state_bytes(16, 20), "the state keeps activations alive"
 
 
 def test_compiled_and_overlapped() -> None:

@@ -7,7 +7,8 @@ keys have no gaps, and the page table is used at page sizes only where V is load
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 
@@ -17,6 +18,8 @@ from ..masked import attend_masked
 from ..registry import AttentionBackend, register_backend
 from .libraries import (
     FLASH3_HEAD_DIMS,
+    Flash3Library,
+    accepts,
     find_flash3,
     flash3_build_flags,
     missing_cuda,
@@ -25,6 +28,7 @@ from .libraries import (
     why_not_loaded,
 )
 from .packing import attend_packed, attend_with_lse, paged_pools
+from .splits import choose_splits
 
 INSTALL = "FlashAttention 3 is not installed: pip install fa3-fwd"
 MAX_TABLE_PAGE_SIZE = 63
@@ -37,16 +41,57 @@ def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, soft
     Raises:
         RuntimeError: FlashAttention 3 is not installed.
     """
-    library = find_flash3()
-    if library is None:
-        raise RuntimeError(INSTALL)
+    library = _library()
     if plan.mask is not None:
         kernel = partial(attend_with_lse, library.dense)
         return attend_masked(kernel, query, inputs, plan, plan.mask, softmax_scale)
     view = staged_view(inputs, plan)
-    if view is not None:
-        splits = one_split(library.dense)
-        return output_of(library.dense(query, *view, softmax_scale=softmax_scale, causal=False, **splits))
+    if view is None:
+        return _attend_pages(library, query, inputs, plan, softmax_scale)
+    splits = one_split(library.dense)
+    return output_of(library.dense(query, *view, softmax_scale=softmax_scale, causal=False, **splits))
+
+
+def attend_split(
+    query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, softmax_scale: float
+) -> torch.Tensor:
+    """As ``attend``, without masks; the keys of a dense call are cut into the parts that ``choose_splits`` says.
+
+    Partial results are float32 and merged by log-sum-exp, so it differs from one part by rounding.
+
+    Raises:
+        RuntimeError: FlashAttention 3 is not installed.
+    """
+    library = _library()
+    view = staged_view(inputs, plan)
+    if view is None:
+        return _attend_pages(library, query, inputs, plan, softmax_scale)
+    splits = choose_splits(tuple(query.shape), view[0].shape[1], count_multiprocessors(query.device))
+    out = library.dense(query, *view, softmax_scale=softmax_scale, causal=False, num_splits=splits)
+    return output_of(out)
+
+
+@cache
+def count_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _library() -> Flash3Library:
+    library = find_flash3()
+    if library is None:
+        raise RuntimeError(INSTALL)
+    return library
+
+
+def _attend_pages(
+    library: Flash3Library,
+    query: torch.Tensor,
+    inputs: PagedLayerInputs,
+    plan: LaunchPlan,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Where there is no dense view: the page table, or packed keys."""
     if library.paged is not None and plan.page_size <= MAX_TABLE_PAGE_SIZE:
         keys, values = paged_pools(inputs, plan.page_size)
         out = library.paged(
@@ -86,4 +131,27 @@ def make_backend() -> AttentionBackend:
     )
 
 
+def split_unavailable() -> str | None:
+    """Why keys can't be cut into parts here: no FlashAttention 3, or one whose dense function takes no ``num_splits``."""
+    missing = unavailable()
+    if missing is not None:
+        return missing
+    is_built = not flash3_build_flags().get("FLASHATTENTION_DISABLE_SPLIT")
+    return None if is_built and accepts(_library().dense, "num_splits") else "this build can't split keys"
+
+
+def make_split_backend() -> AttentionBackend:
+    """FlashAttention 3 with the keys cut into parts; chosen by name only, since ``flash3`` does all that it does."""
+    return replace(
+        make_backend(),
+        name="flash3_split",
+        attend=attend_split,
+        rank=11,
+        masks=False,
+        lse=False,
+        unavailable=split_unavailable,
+    )
+
+
 BACKEND = register_backend(make_backend())
+SPLIT_BACKEND = register_backend(make_split_backend())
