@@ -16,6 +16,9 @@ from typing import Any
 
 from ..doctor import examine
 
+ALARM_SECONDS = 5.0
+"""Between the alarms that a time limit gives after the first one."""
+
 
 class Results:
     """Prints each figure and rewrites the file with it, so a command that is killed keeps what it had.
@@ -75,6 +78,10 @@ class Results:
         return False
 
 
+class _OutOfTime(BaseException):
+    """Not an ``Exception``: code that tries one way after another must not take it for one way's failure."""
+
+
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """A ``TimeoutError`` in the main thread once the time is over, between two of its Python steps; None: no limit.
@@ -87,12 +94,15 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         return
 
     def give_up(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"took longer than {seconds:g} s")
+        raise _OutOfTime
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again: what is raised inside a finalizer is lost.
+    signal.setitimer(signal.ITIMER_REAL, seconds, ALARM_SECONDS)
     try:
         yield
+    except _OutOfTime:
+        raise TimeoutError(f"took longer than {seconds:g} s") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
