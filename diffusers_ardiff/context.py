@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
 from .cache.branch import Branch
-from .cache.ring import ForwardSpan
+from .cache.layout import ForwardSpan
 from .cache.storage import KVStorage
 from .launch import (
     LaunchPlan,

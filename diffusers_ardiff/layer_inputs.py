@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .cache.branch import Branch
-from .cache.ring import ForwardSpan
+from .cache.layout import ForwardSpan
 from .cache.storage import KVStorage
 from .launch import LaunchPlan, RowLayout, VisibleKeys, register_launch_plan
 from .masks import PagedMask

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure parts of the package on this machine.
+"""Measure parts of the package on this machine. Each figure is printed and written as soon as it is there.
 
 python scripts/benchmark.py op --preset anchors --output out/op.json --plot out/op.png
 python scripts/benchmark.py op --heads 12 40 --queries 4680 --keys 18720 32760 --backends flash3 sdpa --fragmented
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-from dataclasses import asdict, replace
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ from diffusers_ardiff.benchmarks.commands import (
 )
 from diffusers_ardiff.benchmarks.family import add_family_command
 from diffusers_ardiff.benchmarks.parallel import add_parallel_command
+from diffusers_ardiff.benchmarks.results import Results
 from diffusers_ardiff.benchmarks.sizing import add_sizing_command
-from diffusers_ardiff.doctor import DTYPES, examine
+from diffusers_ardiff.doctor import DTYPES
 
 PRESETS = {"anchors": anchor_cases, "order": order_cases}
 
@@ -108,20 +109,17 @@ def choose_cases(options: argparse.Namespace) -> list[OpCase]:
     ]
 
 
-def run_op(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every case; prints each as it is done."""
+def run_op(options: argparse.Namespace, results: Results) -> None:
+    """Measure every case."""
     device = torch.device(options.device)
     torch.manual_seed(0)
-    results = []
     for case in choose_cases(options):
         counts = {"device": device, "warmup": options.warmup, "repeats": options.repeats}
         if options.write_only:
             result = measure_write(case, compiled=not options.eager_only, **counts)
         else:
             result = measure_op(case, backends=options.backends, **counts)
-        results.append(result)
-        print(summary(result), flush=True)
-    return results
+        results.add(result, summary(result))
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -141,21 +139,18 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print and write; ends with 1 where a part of the command failed."""
     options = parse_arguments()
-    if options.output is not None:
-        # Before the measurement, which may take minutes.
-        options.output.parent.mkdir(parents=True, exist_ok=True)
+    results = Results(options.output)
     try:
-        results = options.run(options)
+        options.run(options, results)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    if options.output is not None and results:
-        report = {"machine": asdict(examine()), "results": results}
-        options.output.write_text(json.dumps(report, indent=2) + "\n")
     if options.plot is not None:
-        options.draw(results, options.plot)
+        options.draw(results.figures, options.plot)
+    if results.errors:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

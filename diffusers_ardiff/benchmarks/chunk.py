@@ -17,6 +17,7 @@ from ..gelu import fuse_gelu, unfuse_gelu
 from ..pipelines import ARDiffusionPipeline, ARStream, CacheOptions
 from ..pipelines.window import kept_frames
 from ..recipes import Recipe, load_recipe
+from .results import Results
 
 WAN = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "attention_head_dim": 128}
 PRESETS: dict[str, dict[str, int]] = {
@@ -215,11 +216,10 @@ class ChunkBenchmark:
             torch.cuda.synchronize(self.device)
 
 
-def run_chunk(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every variant at every window; prints each as it is done. Float8 comes last: it replaces the weights."""
+def run_chunk(options: argparse.Namespace, results: Results) -> None:
+    """Measure every variant at every window. Float8 comes last: it replaces the weights."""
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    results = []
     variants = [variant for variant in VARIANTS if variant in options.variants]
     for window in options.windows:
         pipe = random_pipeline(options.preset, device, dtype)
@@ -236,10 +236,8 @@ def run_chunk(options: argparse.Namespace) -> list[dict[str, Any]]:
                 unfuse_gelu(pipe.transformer)
                 quantize_linears(pipe.transformer)
             result = benchmark.measure(variant, show_kernels=options.kernels)
-            print(result, flush=True)
-            results.append(asdict(result))
+            results.add(asdict(result), str(result))
         del pipe, benchmark
-    return results
 
 
 def add_chunk_command(commands: Any) -> None:

@@ -24,6 +24,7 @@ from .dense_roll import measure_dense_roll
 from .models import WAN_SHAPES, build_light_decoder, build_pipeline, windowed
 from .plot import plot_rollout
 from .report import describe, window_label
+from .results import Results
 from .rollout import (
     RolloutSettings,
     first_steady_chunk,
@@ -100,9 +101,10 @@ def add_plot_command(commands: Any) -> None:
     parser.set_defaults(run=read_results, draw=plot_rollout, output=None)
 
 
-def read_results(options: argparse.Namespace) -> list[dict[str, Any]]:
+def read_results(options: argparse.Namespace, results: Results) -> None:
     """The results in all files."""
-    return [result for path in options.files for result in json.loads(path.read_text())["results"]]
+    for path in options.files:
+        results.figures += json.loads(path.read_text())["results"]
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -110,8 +112,8 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help=".json")
 
 
-def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time one rollout after the other; prints each as it is done."""
+def run_rollout(options: argparse.Namespace, results: Results) -> None:
+    """Time one rollout after the other."""
     pipeline = prepare_pipeline(options)
     settings = _settings(options, pipeline)
     recipe = settings.recipe
@@ -129,7 +131,7 @@ def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
     warmup_peak = peak_so_far(pipeline._execution_device)
     # Kernels are loaded before anything is timed.
     measure_rollout(pipeline, replace(settings, measured_chunks=2, num_frames=None))
-    factor, results = pipeline.vae_scale_factor_temporal, []
+    factor = pipeline.vae_scale_factor_temporal
     for _ in range(options.repeats):
         gc.collect()
         result = measure_rollout(pipeline, settings)
@@ -146,19 +148,20 @@ def run_rollout(options: argparse.Namespace) -> list[dict[str, Any]]:
             "warmup": None if warm is None else asdict(warm),
             "pixel_fps": recipe.chunk_frames * factor / result.mean_seconds,
         }
-        print(f"{options.model}, {describe(recipe, result, factor, options.decoder)}", flush=True)
+        lines = [f"{options.model}, {describe(recipe, result, factor, options.decoder)}"]
         if warmup_peak is not None:
-            print(f"  peak of the warm-up {warmup_peak / 2**30:.2f} GiB", flush=True)
+            lines.append(f"  peak of the warm-up {warmup_peak / 2**30:.2f} GiB")
         if settings.decode:
-            print(f"  decoder warm-up {warmup:.1f} s, options {report['decoder_options']}", flush=True)
-            report["alone"] = measure_alone(pipeline, settings)
-        print(f"  forwards {_forwards_label(options)}" + ("" if warm is None else f": {warm}"), flush=True)
-        report |= result.to_dict()
+            lines.append(f"  decoder warm-up {warmup:.1f} s, options {report['decoder_options']}")
+        lines.append(f"  forwards {_forwards_label(options)}" + ("" if warm is None else f": {warm}"))
+        results.add(report | result.to_dict(), "\n".join(lines))
+        ours = result.transformer_seconds
+        if settings.decode:
+            alone = measure_alone(pipeline, settings)
+            results.extend("alone", alone)
+            ours = alone["transformer_seconds"]
         if baseline is not None:
-            ours = report["alone"]["transformer_seconds"] if settings.decode else result.transformer_seconds
-            report["baseline"] = compare(baseline, ours, _forwards_label(options))
-        results.append(report)
-    return results
+            results.extend("baseline", compare(baseline, ours, _forwards_label(options)))
 
 
 def _forwards_label(options: argparse.Namespace) -> str:
@@ -244,8 +247,8 @@ def _settings(options: argparse.Namespace, pipeline: ARDiffusionPipeline) -> Rol
     )
 
 
-def run_decode(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure each variant; prints each."""
+def run_decode(options: argparse.Namespace, results: Results) -> None:
+    """Measure each variant."""
     case = DecodeCase(
         height=options.height,
         width=options.width,
@@ -253,23 +256,18 @@ def run_decode(options: argparse.Namespace) -> list[dict[str, Any]]:
         dtype=DTYPES[options.dtype],
         repeats=options.repeats,
     )
-    results = measure_decode(case, options.variants, torch.device(options.device))
-    for result in results:
-        print(describe_decode(case, result), flush=True)
-    return results
+    for result in measure_decode(case, options.variants, torch.device(options.device)):
+        results.add(result, describe_decode(case, result))
 
 
-def run_sessions(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure joint forwards and forks; prints each as it is done."""
+def run_sessions(options: argparse.Namespace, results: Results) -> None:
+    """Measure joint forwards, each mode by itself, and forks."""
     together, fork = sessions.tiny_cases() if options.tiny else (sessions.TogetherCase(), sessions.ForkCase())
-    counts: dict[str, Any] = {"device": torch.device(options.device), "repeats": options.repeats}
-    results = []
-    measured = {
-        "together": lambda: sessions.measure_together(together, **counts),
-        "fork": lambda: sessions.measure_fork(fork, **counts),
-    }
-    for name, measure in measured.items():
-        if options.only in (None, name):
-            results.append(measure())
-            print(sessions.describe(results[-1]), flush=True)
-    return results
+    device, repeats = torch.device(options.device), options.repeats
+    if options.only in (None, "together"):
+        for mode, setup in sessions.modes_of(device).items():
+            result = sessions.measure_together(together, device=device, repeats=repeats, modes={mode: setup})
+            results.add(result, sessions.describe(result))
+    if options.only in (None, "fork"):
+        result = sessions.measure_fork(fork, device=device, repeats=repeats)
+        results.add(result, sessions.describe(result))

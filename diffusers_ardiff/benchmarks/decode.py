@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,13 +18,13 @@ from .timing import Timing
 VARIANTS: dict[str, tuple[bool, DecodeOptions]] = {
     "wan": (False, DecodeOptions()),
     "wan-channels-last": (False, DecodeOptions(channels_last=True)),
-    "wan-compiled": (False, DecodeOptions(compile=True)),
-    "wan-compiled-channels-last": (False, DecodeOptions(compile=True, channels_last=True)),
     "light": (True, DecodeOptions()),
     "light-channels-last": (True, DecodeOptions(channels_last=True)),
     "light-compiled-channels-last": (True, DecodeOptions(compile=True, channels_last=True)),
+    "wan-compiled-channels-last": (False, DecodeOptions(compile=True, channels_last=True)),
+    "wan-compiled": (False, DecodeOptions(compile=True)),
 }
-"""Name to (light decoder or not, options)."""
+"""Name to (light decoder or not, options); those that take a minute to compile come last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class DecodeCase:
     repeats: int = 10
 
 
-def measure_decode(case: DecodeCase, variants: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
-    """Decode the same latents with each variant, one after the other.
+def measure_decode(case: DecodeCase, variants: Sequence[str], device: torch.device) -> Iterator[dict[str, Any]]:
+    """Decode the same latents with each variant, one after the other, each when it is asked for.
 
     Returns: for each ``{"variant", "median_ms", ..., "warmup_seconds", "state_bytes", "work_bytes", "planned_work_bytes",
         "max_error"}``: the largest difference from the first variant of the same decoder, pixels being in [-1, 1].
@@ -57,23 +57,24 @@ def measure_decode(case: DecodeCase, variants: Sequence[str], device: torch.devi
     unknown = sorted(set(variants) - set(VARIANTS))
     if unknown:
         raise ValueError(f"unknown variants {unknown}; known: {list(VARIANTS)}.")
-    models: dict[bool, Any] = {
-        is_light: build_light_decoder(device, case.dtype) if is_light else build_vae(device, case.dtype)
-        for is_light in {VARIANTS[name][0] for name in variants}
-    }
+    return _measure_each(case, variants, device)
+
+
+def _measure_each(case: DecodeCase, variants: Sequence[str], device: torch.device) -> Iterator[dict[str, Any]]:
+    models: dict[bool, Any] = {}
     size = (1, 16, case.chunk_frames * 3, case.height // 8, case.width // 8)
     latents = torch.randn(size, generator=torch.Generator(device).manual_seed(0), device=device)
     references: dict[bool, torch.Tensor] = {}
-    results = []
     for name in variants:
         is_light, options = VARIANTS[name]
+        if is_light not in models:
+            models[is_light] = (build_light_decoder if is_light else build_vae)(device, case.dtype)
         model = models[is_light]
         set_conv_layout(model, channels_last=options.channels_last)
         decoding = Decoding(None, model, options) if is_light else Decoding(model, None, options)
         result, frames = _measure(case, decoding, latents, Clock(device))
         reference = references.setdefault(is_light, frames)
-        results.append({"variant": name, "max_error": (frames - reference).abs().max().item()} | result)
-    return results
+        yield {"variant": name, "max_error": (frames - reference).abs().max().item()} | result
 
 
 @torch.no_grad()

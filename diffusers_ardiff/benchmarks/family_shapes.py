@@ -13,6 +13,8 @@ import diffusers
 import torch
 
 Arguments = Mapping[str, Any]
+IMAGE_TOKENS = 257
+"""What CLIP makes of the picture that image-to-video models of Wan see beside the prompt."""
 
 
 class Chunk(NamedTuple):
@@ -38,6 +40,7 @@ class FamilyShape:
     Attributes:
         model: class in diffusers.
         config: what differs from the class's defaults; ``tiny``: what differs from that on a CPU.
+        shorten: what a model of so many blocks has in its config.
         height, width: of a frame, in latents; ``tiny_size`` on a CPU.
         inputs: makes the arguments of a call.
         text_rows: of joint attention, all of them no padding; 0: the family has none.
@@ -49,6 +52,7 @@ class FamilyShape:
     model: str
     config: dict[str, Any] = field(default_factory=dict)
     tiny: dict[str, Any] = field(default_factory=dict)
+    shorten: Callable[[int], dict[str, Any]] = lambda layers: {"num_layers": layers}
     height: int
     width: int
     tiny_size: tuple[int, int] = (4, 6)
@@ -58,9 +62,11 @@ class FamilyShape:
     reference: bool = False
     rope: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, *, tiny: bool) -> Any:
-        """The transformer, on torch's default device and in its default dtype."""
+    def build(self, *, tiny: bool, layers: int | None = None) -> Any:
+        """The transformer, on torch's default device and in its default dtype; ``layers``: with so many blocks only."""
         config = {**self.config, **(self.tiny if tiny else {})}
+        if layers is not None:
+            config |= self.shorten(layers)
         return getattr(diffusers, self.model)(**config).eval().requires_grad_(False)
 
     def size(self, *, tiny: bool) -> tuple[int, int]:
@@ -80,6 +86,8 @@ def _wan(transformer: Any, chunk: Chunk) -> Arguments:
         "timestep": _times(latents),
         "encoder_hidden_states": place(1, text_len, config.text_dim),
     }
+    if config.get("added_kv_proj_dim") is not None:
+        arguments["encoder_hidden_states_image"] = place(1, IMAGE_TOKENS, config.image_dim)
     if hasattr(config, "vace_in_channels"):
         arguments["control_hidden_states"] = place(1, config.vace_in_channels, *latents.shape[2:])
     return arguments
@@ -106,7 +114,7 @@ def _ltx(transformer: Any, chunk: Chunk) -> Arguments:
         "hidden_states": latents.flatten(2).transpose(1, 2),
         "encoder_hidden_states": text,
         "timestep": _times(latents)[None],
-        "encoder_attention_mask": torch.ones(1, text_len, device=text.device, dtype=text.dtype),
+        "encoder_attention_mask": None,
         "num_frames": frames,
         "height": height,
         "width": width,
@@ -175,6 +183,21 @@ def _kandinsky(transformer: Any, chunk: Chunk) -> Arguments:
     }
 
 
+def _shorten_vace(layers: int) -> dict[str, Any]:
+    return {"num_layers": layers, "vace_layers": list(range(0, layers, 2))}
+
+
+def _shorten_animate(layers: int) -> dict[str, Any]:
+    """A multiple of ten, since the faces come in at every fifth."""
+    return {"num_layers": max(10, layers // 10 * 10)}
+
+
+def _shorten_hunyuan(layers: int) -> dict[str, Any]:
+    """One third of them joint, as in the whole model."""
+    joint = max(1, layers // 3)
+    return {"num_layers": joint, "num_single_layers": max(1, layers - joint)}
+
+
 _TINY_HEADS = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
 _TINY_WAN = {**_TINY_HEADS, "ffn_dim": 32, "text_dim": 8, "freq_dim": 16}
 _WAN_1_3B = {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960, "cross_attn_norm": True}
@@ -200,6 +223,7 @@ FAMILY_SHAPES: dict[str, FamilyShape] = {
         model="WanVACETransformer3DModel",
         config={**_WAN_1_3B, "vace_layers": list(range(0, 30, 2))},
         tiny={**_TINY_WAN, "vace_layers": [0]},
+        shorten=_shorten_vace,
         height=60,
         width=104,
         inputs=_wan,
@@ -207,9 +231,11 @@ FAMILY_SHAPES: dict[str, FamilyShape] = {
     ),
     "wan-animate": FamilyShape(
         model="WanAnimateTransformer3DModel",
+        config={"image_dim": 1280, "added_kv_proj_dim": 5120},
+        shorten=_shorten_animate,
         tiny={
-            **_TINY_WAN, "latent_channels": 4, "in_channels": 12, "out_channels": 4, "image_dim": 4,
-            "added_kv_proj_dim": None, "motion_encoder_size": 16, "motion_style_dim": 8, "motion_dim": 4,
+            **_TINY_WAN, "latent_channels": 4, "in_channels": 12, "out_channels": 4, "image_dim": 8,
+            "added_kv_proj_dim": 32, "motion_encoder_size": 16, "motion_style_dim": 8, "motion_dim": 4,
             "motion_encoder_dim": 16, "face_encoder_hidden_dim": 16, "face_encoder_num_heads": 2,
             "inject_face_latents_blocks": 2,
         },
@@ -221,8 +247,8 @@ FAMILY_SHAPES: dict[str, FamilyShape] = {
     ),
     "chronoedit": FamilyShape(
         model="ChronoEditTransformer3DModel",
-        config={"in_channels": 36, "out_channels": 16, "cross_attn_norm": True},
-        tiny=_TINY_WAN,
+        config={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+        tiny={**_TINY_WAN, "image_dim": 8, "added_kv_proj_dim": 32},
         height=60,
         width=104,
         inputs=_wan,
@@ -238,7 +264,7 @@ FAMILY_SHAPES: dict[str, FamilyShape] = {
         rope={"scale": (8 / 24, 32.0, 32.0)},
     ),
     "ltx2": FamilyShape(
-        model="LTX2VideoTransformer3DModel", tiny=_LTX2_TINY, height=22, width=38, inputs=_ltx, text_len=256
+        model="LTX2VideoTransformer3DModel", tiny=_LTX2_TINY, height=22, width=38, inputs=_ltx, text_len=1024
     ),
     "cosmos": FamilyShape(
         model="CosmosTransformer3DModel",
@@ -265,6 +291,7 @@ FAMILY_SHAPES: dict[str, FamilyShape] = {
     ),
     "hunyuan-video": FamilyShape(
         model="HunyuanVideoTransformer3DModel",
+        shorten=_shorten_hunyuan,
         tiny={**_TINY_HEADS, "num_single_layers": 2, "text_embed_dim": 8, "rope_axes_dim": (4, 6, 6)},
         height=68,
         width=120,
@@ -284,6 +311,7 @@ FAMILY_SHAPES: dict[str, FamilyShape] = {
     "kandinsky5": FamilyShape(
         model="Kandinsky5Transformer3DModel",
         config={"in_visual_dim": 33, "out_visual_dim": 16, "model_dim": 1792, "ff_dim": 7168},
+        shorten=lambda layers: {"num_visual_blocks": layers},
         tiny={
             "in_text_dim": 8, "in_text_dim2": 8, "time_dim": 8, "model_dim": 32, "ff_dim": 32, "num_text_blocks": 1,
             "num_visual_blocks": 2, "axes_dims": (4, 6, 6),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +19,31 @@ from ..recipes import Recipe, load_recipe
 WAN_SHAPES: dict[str, dict[str, int]] = {
     "wan-1.3b": {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960},
     "wan-14b": {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824},
+    "toy": {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 64},
 }
-"""What distinguishes the transformers of Wan 2.1, each with heads of 128."""
+"""What distinguishes the transformers of Wan 2.1, each with heads of 128; and one for a CPU, whose VAE is small too."""
+TOY_VAE = partial(
+    AutoencoderKLWan,
+    base_dim=3,
+    z_dim=16,
+    dim_mult=[1, 1, 1, 1],
+    num_res_blocks=1,
+    temperal_downsample=[False, True, True],
+)
 TEXT_LEN = 512
 
 
-def build_pipeline(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ARDiffusionPipeline:
+def build_pipeline(
+    name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, *, share_blocks: bool = False
+) -> ARDiffusionPipeline:
     """A pipeline with random weights, without tokenizer and text encoder: it takes ``prompt_embeds``.
 
     Args:
         name: a key of ``WAN_SHAPES``.
-        device: where the weights are made; they are never on the host.
+        device: where the weights are made.
         dtype: of transformer and VAE, but for the parts that diffusers keeps in float32.
+        share_blocks: all blocks have the same weights, made once, in pinned memory where the host has a GPU: what is
+            moved to the GPU block by block takes the same time and room there, but is there in a second.
 
     Raises:
         ValueError: unknown name.
@@ -39,13 +54,16 @@ def build_pipeline(name: str, device: torch.device, dtype: torch.dtype = torch.b
         )
     torch.manual_seed(0)
     with made_on(device, dtype):
-        transformer = WanTransformer3DModel(cross_attn_norm=True, **WAN_SHAPES[name])
+        shape = WAN_SHAPES[name] | ({"num_layers": 1} if share_blocks else {})
+        transformer = WanTransformer3DModel(cross_attn_norm=True, **shape)
     keep_float32(transformer)
+    if share_blocks:
+        _repeat_block(transformer, WAN_SHAPES[name]["num_layers"])
     no_text: Any = None
     pipe = ARDiffusionPipeline(
         tokenizer=no_text,
         text_encoder=no_text,
-        vae=build_vae(device, dtype),
+        vae=build_vae(device, dtype, toy=name == "toy"),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
         transformer=transformer.eval().requires_grad_(False),
         recipe=load_recipe("self-forcing"),
@@ -54,10 +72,24 @@ def build_pipeline(name: str, device: torch.device, dtype: torch.dtype = torch.b
     return pipe
 
 
-def build_vae(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> AutoencoderKLWan:
-    """The VAE of Wan 2.1 with random weights."""
+def _repeat_block(transformer: Any, num_layers: int) -> None:
+    """Blocks like the first one, on the same storage."""
+    block = transformer.blocks[0].requires_grad_(False)
+    if torch.cuda.is_available():
+        for parameter in block.parameters():
+            if parameter.device.type == "cpu":
+                parameter.data = parameter.data.pin_memory()
+    for _ in range(num_layers - 1):
+        own = {id(p): torch.nn.Parameter(p.data, requires_grad=False) for p in block.parameters()}
+        transformer.blocks.append(copy.deepcopy(block, own))
+    transformer.register_to_config(num_layers=num_layers)
+
+
+def build_vae(device: torch.device, dtype: torch.dtype = torch.bfloat16, *, toy: bool = False) -> AutoencoderKLWan:
+    """The VAE of Wan 2.1 with random weights; ``toy``: the smallest one of its kind."""
     with made_on(device, dtype):
-        return AutoencoderKLWan().eval().requires_grad_(False)
+        vae = TOY_VAE() if toy else AutoencoderKLWan()
+    return vae.eval().requires_grad_(False)
 
 
 def build_light_decoder(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> LightDecoder:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 
 from ..parallel import HeadExchange, all_processes, check_launch, legal_degrees
 from ..pipelines import ARDiffusionPipeline, ARStream
@@ -22,20 +20,13 @@ from ..pipelines.window import kept_frames
 from ..recipes import Recipe
 from .chunk import PRESETS, TEXT_LEN, chunk_recipe, random_pipeline
 from .clock import Clock
-from .models import build_vae
+from .models import TOY_VAE, build_vae
 from .parallel_report import Case, ExchangeTimer, ParallelResult, RankTimes
 from .report import window_label
+from .results import Results
 
 VARIANTS = ("eager", "compiled", "graphs")
 COMPARED_CHUNKS = 5
-TOY_VAE = partial(
-    AutoencoderKLWan,
-    base_dim=3,
-    z_dim=16,
-    dim_mult=[1, 1, 1, 1],
-    num_res_blocks=1,
-    temperal_downsample=[False, True, True],
-)
 
 
 class ParallelBenchmark:
@@ -208,8 +199,8 @@ def choose_cases(num_heads: int, world_size: int, options: argparse.Namespace) -
     return cases
 
 
-def run_parallel(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every case at every window; the first rank prints each as it is done and returns them."""
+def run_parallel(options: argparse.Namespace, results: Results) -> None:
+    """Measure every case at every window; the first rank has the results."""
     state = PartialState(cpu=options.device == "cpu")
     check_launch(state.num_processes)
     device = state.device
@@ -218,16 +209,13 @@ def run_parallel(options: argparse.Namespace) -> list[dict[str, Any]]:
     pipe = random_pipeline(options.preset, device, dtype)
     if options.decode:
         pipe.register_modules(vae=TOY_VAE() if options.preset.startswith("toy") else build_vae(device, dtype))
-    results = []
     for window in options.windows:
         recipe = chunk_recipe(window, options.height, options.width)
         benchmark = ParallelBenchmark(pipe, recipe, variant=options.variant, num_chunks=options.chunks)
         for case in cases:
             result = benchmark.measure(case)
             if result is not None:
-                print(f"{options.preset}, {result}", flush=True)
-                results.append({"model": options.preset} | result.to_dict())
-    return results
+                results.add({"model": options.preset} | result.to_dict(), f"{options.preset}, {result}")
 
 
 def add_parallel_command(commands: Any) -> None:

@@ -108,6 +108,11 @@ MODES: dict[str, Setup] = {"eager": eager, "replayed": replayed}
 """Ways to run the transformer, each measured by itself."""
 
 
+def modes_of(device: torch.device) -> dict[str, Setup]:
+    """The modes that a device can do."""
+    return {name: setup for name, setup in MODES.items() if name == "eager" or device.type == "cuda"}
+
+
 def measure_together(
     case: TogetherCase, *, device: torch.device, repeats: int, modes: Mapping[str, Setup] | None = None
 ) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def measure_together(
         first median over the second; ``replayed_forwards``, how many of all that were measured came from a graph.
     """
     if modes is None:
-        modes = {name: setup for name, setup in MODES.items() if name == "eager" or device.type == "cuda"}
+        modes = modes_of(device)
     results = {}
     for mode, setup in modes.items():
         pipeline = case.pipeline(device)

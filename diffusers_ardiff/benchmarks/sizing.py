@@ -15,6 +15,7 @@ from ..parallel import ParallelLayout, legal_degrees
 from ..pipelines import CacheOptions
 from .chunk import PRESETS, TEXT_LEN, chunk_recipe, random_pipeline
 from .report import window_label
+from .results import Results
 
 MAX_RANKS = 8
 
@@ -81,17 +82,15 @@ def size_model(model: str, window: str, height: int, width: int) -> Iterator[Siz
                 )
 
 
-def run_sizing(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run_sizing(options: argparse.Namespace, results: Results) -> None:
     """Print the table as Markdown."""
     print("| model | window | guided | GPUs | Ulysses | K/V | text K/V | a forward's work | with weights, GB a GPU |")
     print("|---|---|---|---|---|---|---|---|---|")
-    results = []
     for model in options.presets:
         for window in options.windows:
             for sizing in size_model(model, window, options.height, options.width):
-                print(sizing, flush=True)
-                results.append(asdict(sizing) | {"num_ranks": sizing.num_ranks, "total_bytes": sizing.total_bytes})
-    return results
+                totals = {"num_ranks": sizing.num_ranks, "total_bytes": sizing.total_bytes}
+                results.add(asdict(sizing) | totals, str(sizing))
 
 
 def add_sizing_command(commands: Any) -> None:

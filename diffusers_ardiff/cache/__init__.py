@@ -3,10 +3,11 @@
 from .allocator import OutOfPagesError, PageAllocator, PageRun, slot_of
 from .branch import Branch
 from .float8 import FLOAT8, KVScales
+from .layout import ForwardSpan, RingGeometry
 from .ledger import PageHold, PageLedger
 from .manager import KVManager
 from .plan import KVShape, MemoryLimitError, MemoryPlan, SideState, plan_memory
-from .ring import ForwardSpan, RingGeometry, RingState
+from .ring import RingState
 from .session import Session
 from .storage import KVStorage
 from .text import TextKV, TextLayerKV

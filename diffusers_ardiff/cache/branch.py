@@ -13,9 +13,9 @@ import torch
 from ..rope import Rotary
 from ..transfer import download, upload
 from .allocator import PageRun
+from .layout import ForwardSpan
 from .ledger import PageHold, PageLedger
 from .merged import MergedSpans, begin_merged, finish_merged
-from .ring import ForwardSpan
 from .sink import SinkKeys
 from .storage import KVStorage, StagingKey
 

@@ -11,9 +11,10 @@ from ..validation import check_int
 from .allocator import PageAllocator
 from .branch import Branch
 from .float8 import UNSCALED, KVScales
+from .layout import RingGeometry
 from .ledger import PageHold, PageLedger
 from .plan import KVShape, MemoryPlan, SideState, plan_memory
-from .ring import RingGeometry, RingState
+from .ring import RingState
 from .session import Session
 from .storage import KVStorage
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from typing import NamedTuple
 
-from .ring import ForwardSpan, RingState
+from .layout import ForwardSpan
+from .ring import RingState
 
 
 class MergedSpans(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..validation import check_int
-from .ring import RingGeometry
+from .layout import RingGeometry
 
 
 class MemoryLimitError(RuntimeError):

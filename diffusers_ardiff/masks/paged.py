@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..cache.ring import ForwardSpan, RingGeometry
+from ..cache.layout import ForwardSpan, RingGeometry
 from .plan import PagedPiecewisePlan, build_paged_piecewise_plan
 from .segments import Span, check_spans, dense_mask
 
