@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..pipelines.decode_step import set_conv_layout
-from ..pipelines.decoding import DecodeOptions, DecodeStream, Decoding
+from ..pipelines.decode_stream import DecodeStream
+from ..pipelines.decoding import DecodeOptions, Decoding
 from .clock import Clock
 from .models import build_light_decoder, build_vae
 from .timing import Timing

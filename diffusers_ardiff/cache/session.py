@@ -6,18 +6,27 @@ What concerns all branches happens in all of them or, where one refuses, in none
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .branch import Branch
+from .ledger import PageHold, PageLedger
+from .ring import RingState
 
-if TYPE_CHECKING:
-    from .manager import KVManager
+
+class SessionOwner(Protocol):
+    """What a session asks of the ``KVManager`` that opened it."""
+
+    ledger: PageLedger
+
+    def add_fork(self, parent: Session) -> Session: ...
+    def reserve(self, rings: Sequence[RingState]) -> list[PageHold]: ...
+    def remove(self, session: Session) -> None: ...
 
 
 class Session:
     """One rollout's branches; opened by ``KVManager.open_session``, a context manager that closes itself."""
 
-    def __init__(self, session_id: int, branches: Sequence[Branch], manager: KVManager) -> None:
+    def __init__(self, session_id: int, branches: Sequence[Branch], manager: SessionOwner) -> None:
         self.session_id = session_id
         self._branches = {branch.name: branch for branch in branches}
         for branch in branches:

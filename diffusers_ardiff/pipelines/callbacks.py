@@ -12,7 +12,7 @@ from .prompts import PromptState
 from .settings import StreamSettings
 
 if TYPE_CHECKING:
-    from .ar_pipeline import ARDiffusionPipeline
+    from .host import PipelineHost
 
 ENDED_EARLY = (
     "a callback, a control hook or a `step_noise` function raised StopIteration before the video's end; an iterator it "
@@ -22,7 +22,7 @@ _BRANCHES = {"prompt_embeds": POSITIVE, "negative_prompt_embeds": NEGATIVE}
 
 
 def run_callback(
-    pipeline: ARDiffusionPipeline,
+    pipeline: PipelineHost,
     settings: StreamSettings,
     prompt: PromptState,
     step: int,

@@ -12,10 +12,10 @@ from ..recipes import Recipe
 from .inputs import CallArguments
 
 if TYPE_CHECKING:
-    from .ar_pipeline import ARDiffusionPipeline
+    from .host import PipelineHost
 
 
-def check_components(pipeline: ARDiffusionPipeline, arguments: CallArguments, *, guided: bool) -> None:
+def check_components(pipeline: PipelineHost, arguments: CallArguments, *, guided: bool) -> None:
     """Raise ValueError where the call needs a component that the pipeline was made without, or another transformer."""
     a = arguments
     has_text = a.prompt is not None or (guided and a.negative_prompt_embeds is None)
@@ -47,7 +47,7 @@ def check_family(transformer: Any) -> None:
         )
 
 
-def check_models(pipeline: ARDiffusionPipeline) -> None:
+def check_models(pipeline: PipelineHost) -> None:
     """Raise ValueError for a transformer that can't be sampled chunk by chunk, or that does not go with the VAE."""
     check_family(pipeline.transformer)
     config = pipeline.transformer.config
@@ -68,7 +68,7 @@ def check_models(pipeline: ARDiffusionPipeline) -> None:
         )
 
 
-def check_first_frame(pipeline: ARDiffusionPipeline, recipe: Recipe) -> None:
+def check_first_frame(pipeline: PipelineHost, recipe: Recipe) -> None:
     """Raise ValueError where a recipe that encodes decoded frames again can't have them before its next chunk."""
     if not recipe.encode_first_frame:
         return
@@ -125,7 +125,7 @@ class ModelPlace:
     vae_dtype: torch.dtype | None
 
     @classmethod
-    def of(cls, pipeline: ARDiffusionPipeline, *, decodes: bool) -> ModelPlace:
+    def of(cls, pipeline: PipelineHost, *, decodes: bool) -> ModelPlace:
         """As it is now."""
         uses_vae = decodes and pipeline.vae is not None and pipeline.decoding.light is None
         return cls(
@@ -134,7 +134,7 @@ class ModelPlace:
             vae_dtype=pipeline.vae.dtype if uses_vae else None,
         )
 
-    def check(self, pipeline: ARDiffusionPipeline) -> None:
+    def check(self, pipeline: PipelineHost) -> None:
         """Raise RuntimeError where the models were moved or cast."""
         now = ModelPlace.of(pipeline, decodes=self.vae_dtype is not None)
         if now != self:

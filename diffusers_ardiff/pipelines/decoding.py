@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .decode_step import CompiledLightStep, CompiledStep, decode_step, set_conv_layout
+from .decode_stream import DecodeStream
 from .light_decoder import LightDecoder
 from .light_stream import LightDecodeStream, light_state_bytes
 from .overlap import decode_lane
@@ -18,27 +19,6 @@ from .work_memory import light_decode_bytes, vae_decode_bytes
 
 if TYPE_CHECKING:
     from ..recipes import Recipe
-
-
-class DecodeStream(Protocol):
-    """Decoder state of one rollout: ``VaeDecodeStream`` or ``LightDecodeStream``."""
-
-    @property
-    def num_latent_frames(self) -> int:
-        """Latent frames that went through since the video began."""
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the state held now."""
-
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Frames (B, 3, frames, H, W), float32 in [-1, 1], of the next chunk (B, C, n, h, w)."""
-
-    def fork(self) -> Self:
-        """A second stream that goes on from the same past."""
-
-    def reset(self) -> None:
-        """Forget the past."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +11,9 @@ import torch
 from ..cache import KVManager
 from ..recipes import Recipe, load_recipe, override_recipe
 from ..validation import check_int
+from .checked_call import CheckedCall
 from .checks import check_components, check_embeds, check_given_latents
-from .decoding import DecodeStream
+from .decode_stream import DecodeStream
 from .first_frame import FirstFrame
 from .forwards import ForwardRunner
 from .given import preprocess_image, preprocess_video
@@ -35,11 +35,11 @@ from .live import EventRules, Inbox
 from .memory import CachePlanner
 from .output import FrameOutput
 from .overlap import OverlappedOutput
-from .parallel import check_same_call, shared_generator
 from .prompts import check_tensor, count_prompts
 from .recompute import RecomputeRollout
 from .remote_decode import RemoteOutput, check_role
 from .rollout import Rollout
+from .same_call import check_same_call, shared_generator
 from .settings import CallState, StreamSettings
 from .steps import NoiseSource
 from .stream import ARStream
@@ -48,37 +48,10 @@ from .vae_stream import VaeEncodeStream, encode_video, num_pixel_frames
 from .window import LatentShape
 
 if TYPE_CHECKING:
-    from .ar_pipeline import ARDiffusionPipeline
+    from .host import PipelineHost
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedCall:
-    """Arguments that passed every check, with what follows from them. Nothing is allocated or encoded yet."""
-
-    arguments: CallArguments
-    recipe: Recipe
-    guidance_scale: float
-    frames: FramePlan
-    planner: CachePlanner
-    given_video: torch.Tensor | None
-    decoder: DecodeStream | None
-    rules: EventRules
-
-    @property
-    def num_videos(self) -> int:
-        """Rows of every forward."""
-        return self.planner.shape.num_videos
-
-    @property
-    def num_steps(self) -> int:
-        """Denoise steps of all chunks; 0 for an endless stream."""
-        chunks = range(len(self.frames.generated_sizes or ()))
-        if self.recipe.context_mode == "rolling":
-            return len(chunks) + self.recipe.num_chunks_at_once - 1 if chunks else 0
-        return sum(len(self.recipe.timesteps(index)) for index in chunks)
-
-
-def check_call(pipeline: ARDiffusionPipeline, arguments: CallArguments) -> CheckedCall:
+def check_call(pipeline: PipelineHost, arguments: CallArguments) -> CheckedCall:
     """Check all arguments of a call against each other, the model and the memory allowed.
 
     Raises:
@@ -140,7 +113,7 @@ def _count_videos(arguments: CallArguments) -> int:
 
 
 def _plan_cache(
-    pipeline: ARDiffusionPipeline, arguments: CallArguments, recipe: Recipe, num_videos: int, *, guided: bool
+    pipeline: PipelineHost, arguments: CallArguments, recipe: Recipe, num_videos: int, *, guided: bool
 ) -> CachePlanner:
     a = arguments
     return pipeline.plan_cache(
@@ -167,7 +140,7 @@ def _check_tensors(arguments: CallArguments, recipe: Recipe, shape: LatentShape,
 
 
 def _checked_decoder(
-    pipeline: ARDiffusionPipeline, arguments: CallArguments, given_video: torch.Tensor | None, planner: CachePlanner
+    pipeline: PipelineHost, arguments: CallArguments, given_video: torch.Tensor | None, planner: CachePlanner
 ) -> DecodeStream | None:
     """The decoder that the call needs. Raises where the VAE's or the decoder's options forbid to stream it here."""
     if given_video is not None:
@@ -178,7 +151,7 @@ def _checked_decoder(
     return pipeline.decoding.open(pipeline._execution_device)
 
 
-def _event_rules(pipeline: ARDiffusionPipeline, arguments: CallArguments, planner: CachePlanner) -> EventRules:
+def _event_rules(pipeline: PipelineHost, arguments: CallArguments, planner: CachePlanner) -> EventRules:
     return EventRules(
         num_videos=planner.shape.num_videos,
         text_len=planner.text_len,
@@ -190,7 +163,7 @@ def _event_rules(pipeline: ARDiffusionPipeline, arguments: CallArguments, planne
     )
 
 
-def _preprocess(pipeline: ARDiffusionPipeline, arguments: CallArguments, planner: CachePlanner) -> torch.Tensor | None:
+def _preprocess(pipeline: PipelineHost, arguments: CallArguments, planner: CachePlanner) -> torch.Tensor | None:
     """A given image or video as (1 or videos, 3, frames, height, width) in [-1, 1], None where none is given."""
     factor = pipeline.vae_scale_factor_spatial
     size = {"height": planner.shape.height * factor, "width": planner.shape.width * factor}
@@ -201,7 +174,7 @@ def _preprocess(pipeline: ARDiffusionPipeline, arguments: CallArguments, planner
     return None
 
 
-def _count_given(pipeline: ARDiffusionPipeline, arguments: CallArguments, video: torch.Tensor | None) -> int:
+def _count_given(pipeline: PipelineHost, arguments: CallArguments, video: torch.Tensor | None) -> int:
     """Latent frames that a given image, video or latents hold."""
     if arguments.context_latents is not None:
         if arguments.context_latents.ndim != 5:
@@ -223,7 +196,7 @@ def _count_given(pipeline: ARDiffusionPipeline, arguments: CallArguments, video:
 
 
 def open_stream(
-    pipeline: ARDiffusionPipeline,
+    pipeline: PipelineHost,
     call: CheckedCall,
     *,
     on_step: Callable[[], None] | None = None,
@@ -240,7 +213,7 @@ def open_stream(
 
 
 def _open_stream(
-    pipeline: ARDiffusionPipeline, call: CheckedCall, on_step: Callable[[], None] | None, inbox: Inbox | None
+    pipeline: PipelineHost, call: CheckedCall, on_step: Callable[[], None] | None, inbox: Inbox | None
 ) -> ARStream:
     a, planner, groups = call.arguments, call.planner, pipeline.parallel_groups
     check_same_call(groups, call)
@@ -272,7 +245,7 @@ def _open_stream(
     return stream
 
 
-def _frame_output(pipeline: ARDiffusionPipeline, settings: StreamSettings, call: CheckedCall) -> FrameOutput:
+def _frame_output(pipeline: PipelineHost, settings: StreamSettings, call: CheckedCall) -> FrameOutput:
     groups = pipeline.parallel_groups
     if groups is not None and groups.decoder is not None:
         return RemoteOutput(pipeline.video_processor, settings, groups.decoder)
@@ -281,7 +254,7 @@ def _frame_output(pipeline: ARDiffusionPipeline, settings: StreamSettings, call:
     return FrameOutput(pipeline.video_processor, settings, call.decoder)
 
 
-def _open_rollout(pipeline: ARDiffusionPipeline, call: CheckedCall) -> Rollout:
+def _open_rollout(pipeline: PipelineHost, call: CheckedCall) -> Rollout:
     a, planner = call.arguments, call.planner
     attachment = pipeline.paged_attachment(planner.options.backend, planner.options.write)
     manager = a.cache if isinstance(a.cache, KVManager) else pipeline.warm_pool(planner)
@@ -330,7 +303,7 @@ def _default_negative(call: CheckedCall) -> Any:
     return "" if a.negative_prompt is None else a.negative_prompt
 
 
-def _given_chunks(pipeline: ARDiffusionPipeline, call: CheckedCall) -> list[torch.Tensor]:
+def _given_chunks(pipeline: PipelineHost, call: CheckedCall) -> list[torch.Tensor]:
     """Clean latents of the given chunks: (videos, channels, frames, height, width) float32 each."""
     latents = call.arguments.context_latents
     if call.given_video is not None:

@@ -12,7 +12,7 @@ import torch
 from diffusers.utils.outputs import BaseOutput
 
 if TYPE_CHECKING:
-    from .decoding import DecodeStream
+    from .decode_stream import DecodeStream
     from .settings import StreamSettings
 
 

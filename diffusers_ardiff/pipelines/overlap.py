@@ -16,7 +16,7 @@ import torch
 from .output import FrameOutput, PendingFrames
 
 if TYPE_CHECKING:
-    from .decoding import DecodeStream
+    from .decode_stream import DecodeStream
     from .settings import StreamSettings
 
 

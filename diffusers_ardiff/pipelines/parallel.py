@@ -1,9 +1,9 @@
-"""The pipeline's methods for several processes a video, and what a call needs to know of them."""
+"""The pipeline's methods for several processes a video."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +14,10 @@ from ..parallel.groups import DEFAULT_TIMEOUT
 from ..processors import PagedAttachment
 from .inputs import check_choices
 from .output import ARChunk
-from .prompts import PromptSwitch
-from .remote_decode import receive_chunks
+from .remote_decode import Closable, receive_chunks
 
 if TYPE_CHECKING:
     from .decoding import Decoding
-    from .opening import CheckedCall
-    from .stream import ARStream
 
 _ON_ALREADY = (
     "parallelism is on already, by enable_parallelism() of the pipeline or of the transformer; use one of them. "
@@ -37,7 +34,7 @@ class Parallelism:
     _groups: VideoGroups | None = None
     _sharding: TokenSharding | None = None
     _host_config: Any = None
-    _decoded_elsewhere: weakref.ref[ARStream] | None = None
+    _decoded_elsewhere: weakref.ref[Closable] | None = None
     if TYPE_CHECKING:
         video_processor: Any
 
@@ -69,12 +66,12 @@ class Parallelism:
         return self._sharding
 
     @property
-    def decoded_elsewhere(self) -> ARStream | None:
+    def decoded_elsewhere(self) -> Closable | None:
         """The last stream whose frames another rank decodes; None: none, or it is gone."""
         return self._decoded_elsewhere() if self._decoded_elsewhere is not None else None
 
     @decoded_elsewhere.setter
-    def decoded_elsewhere(self, stream: ARStream) -> None:
+    def decoded_elsewhere(self, stream: Closable) -> None:
         self._decoded_elsewhere = weakref.ref(stream) if self.parallel_layout.decode_rank else None
 
     def enable_parallelism(
@@ -203,38 +200,3 @@ def _checked_degree(config: Any) -> int:
             "pads tokens that don't divide."
         )
     return int(config.ulysses_degree)
-
-
-def check_same_call(groups: VideoGroups | None, call: CheckedCall) -> None:
-    """Raise ValueError on all ranks of a team where they were given different videos to make."""
-    if groups is None:
-        return
-    a, frames = call.arguments, call.frames
-    values = {
-        name: getattr(a, name)
-        for name in ("prompt", "negative_prompt", "prompt_embeds", "negative_prompt_embeds", "generator", "latents")
-    }
-    step_noise = a.step_noise if isinstance(a.step_noise, torch.Tensor) else None
-    values |= {"context_latents": a.context_latents, "image or video": call.given_video, "step_noise": step_noise}
-    values |= {"prompt_schedule": [_switch_parts(switch) for switch in a.prompt_schedule], "recipe": call.recipe}
-    values |= {"height and width": call.planner.shape, "guidance_scale": call.guidance_scale}
-    values |= {"num_frames": (frames.num_frames, frames.generated_sizes), "merge_commits": a.merge_commits}
-    groups.check_same(values)
-
-
-def _switch_parts(switch: PromptSwitch) -> Sequence[Any]:
-    return [
-        switch.latent_frame,
-        switch.prompt,
-        switch.prompt_embeds,
-        switch.mode,
-        switch.keep_frames,
-        switch.blend_chunks,
-    ]
-
-
-def shared_generator(groups: VideoGroups | None, generator: Any) -> Any:
-    """The generator of a call; where none is given, one that all ranks of a team seed alike, from the first one's."""
-    if groups is None or generator is not None:
-        return generator
-    return torch.Generator().manual_seed(groups.share(int(torch.randint(2**62, ()))))

@@ -4,7 +4,7 @@ while the others denoise the next chunk."""
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,9 +15,17 @@ from .settings import StreamSettings
 
 if TYPE_CHECKING:
     from .decoding import Decoding
-    from .stream import ARStream
 
 _NO_EVENTS = EventRules(num_videos=1, text_len=1, text_dim=1, encodes_text=False, takes_controls=False)
+
+
+class Closable(Protocol):
+    """A stream, of which only this is asked here."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has given everything back."""
+        ...
 
 
 class RemoteOutput(FrameOutput):
@@ -59,7 +67,7 @@ class RemoteOutput(FrameOutput):
             self._link.tell(("end", None))
 
 
-def check_role(layout: ParallelLayout, output_type: str, known: ARStream | None) -> None:
+def check_role(layout: ParallelLayout, output_type: str, known: Closable | None) -> None:
     """Raise ValueError where this rank can't run such a call: it decodes only, or another one does.
 
     Args:

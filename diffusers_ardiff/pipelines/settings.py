@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .live import EventRules
 from .prompts import PromptSwitch
 
-if TYPE_CHECKING:
-    from .ar_pipeline import ARDiffusionPipeline
-
-StepCallback = Callable[["ARDiffusionPipeline", int, float, dict[str, Any]], dict[str, Any] | None]
+StepCallback = Callable[[Any, int, float, dict[str, Any]], dict[str, Any] | None]
+"""(pipeline, step, timestep, tensors) -> tensors to go on with, or None: diffusers' ``callback_on_step_end``."""
 
 
 @dataclass(kw_only=True)

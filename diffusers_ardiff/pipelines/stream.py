@@ -26,7 +26,7 @@ from .stream_prompts import PromptControl
 from .turns import StreamTurn
 
 if TYPE_CHECKING:
-    from .ar_pipeline import ARDiffusionPipeline
+    from .host import PipelineHost
 
 RESET_STATES = ("history", "text", "vae")
 
@@ -41,7 +41,7 @@ class ARStream(PromptControl, Iterator[ARChunk]):
 
     def __init__(
         self,
-        pipeline: ARDiffusionPipeline,
+        pipeline: PipelineHost,
         rollout: Rollout,
         noise: NoiseSource,
         settings: StreamSettings,

@@ -16,14 +16,14 @@ from .settings import StreamSettings
 from .turns import StreamTurn
 
 if TYPE_CHECKING:
-    from .ar_pipeline import ARDiffusionPipeline
+    from .host import PipelineHost
 
 
 class PromptControl(LiveControl):
     """The part of ``ARStream`` that changes its prompt."""
 
     rollout: Rollout
-    _pipeline: ARDiffusionPipeline
+    _pipeline: PipelineHost
     _settings: StreamSettings
     _prompt: PromptState
     _schedule: list[PromptSwitch]

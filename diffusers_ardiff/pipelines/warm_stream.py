@@ -14,7 +14,7 @@ from .together import StreamBatch
 from .window import kept_frames
 
 if TYPE_CHECKING:
-    from .ar_pipeline import ARDiffusionPipeline
+    from .host import PipelineHost
     from .stream import ARStream
     from .warm_state import WarmState
 
@@ -23,7 +23,7 @@ RECOMPILE_LIMIT = 256
 
 @torch.no_grad()
 def run_chunks(
-    pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, num_streams: int, merge_commits: bool
+    pipeline: PipelineHost, planner: CachePlanner, warm: WarmState, *, num_streams: int, merge_commits: bool
 ) -> tuple[float, ...]:
     """Let streams run one by one, then together, while shapes and forwards are recorded; seconds of each chunk."""
     with _recorded_streams(pipeline, planner, warm, num_streams, merge_commits=merge_commits) as streams:
@@ -34,7 +34,7 @@ def run_chunks(
 
 
 @torch.no_grad()
-def run_recaches(pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, *, num_streams: int) -> None:
+def run_recaches(pipeline: PipelineHost, planner: CachePlanner, warm: WarmState, *, num_streams: int) -> None:
     """The same chunks again, each with a prompt switch that rewrites the window behind it."""
     embeds = _embeds(pipeline, planner)
     negative = embeds if planner.guided else None
@@ -87,7 +87,7 @@ def _run_steady(stream: ARStream, make: Callable[[], object], *, num_overwrites:
 
 @contextmanager
 def _recorded_streams(
-    pipeline: ARDiffusionPipeline, planner: CachePlanner, warm: WarmState, num_streams: int, *, merge_commits: bool
+    pipeline: PipelineHost, planner: CachePlanner, warm: WarmState, num_streams: int, *, merge_commits: bool
 ) -> Iterator[list[ARStream]]:
     """Streams of the planned size in the warm pool, whose shapes are compiled and whose forwards are captured."""
     state = pipeline.call_state
@@ -102,13 +102,13 @@ def _recorded_streams(
         pipeline.call_state = state
 
 
-def _embeds(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> torch.Tensor:
+def _embeds(pipeline: PipelineHost, planner: CachePlanner) -> torch.Tensor:
     """A random prompt (videos, text_len, text_dim), from noise of its own, so that the global one stays as it is."""
     size = (planner.shape.num_videos, planner.text_len, pipeline.transformer.config["text_dim"])
     return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(pipeline.transformer.dtype)
 
 
-def _stream_call(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> dict[str, Any]:
+def _stream_call(pipeline: PipelineHost, planner: CachePlanner) -> dict[str, Any]:
     """Arguments of a stream of the planned size under a random prompt."""
     shape, factor = planner.shape, pipeline.vae_scale_factor_spatial
     embeds = _embeds(pipeline, planner)

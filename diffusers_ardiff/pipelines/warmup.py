@@ -24,7 +24,7 @@ from .warm_state import WarmKey, WarmState
 from .warm_stream import run_chunks, run_recaches
 
 if TYPE_CHECKING:
-    from .ar_pipeline import ARDiffusionPipeline
+    from .host import PipelineHost
 
 CompileOptions = bool | Mapping[str, Any]
 """True: diffusers' ``compile_repeated_blocks`` with fixed shapes; a mapping: more arguments for it, such as ``mode``."""
@@ -120,7 +120,7 @@ class WarmUp:
                     "warmup(cuda_graphs=False)."
                 )
             recorder = CudaRecorder(device)
-        pipeline = cast("ARDiffusionPipeline", self)
+        pipeline = cast("PipelineHost", self)
         return run_warmup(pipeline, height, width, compile=compile, recorder=recorder, recache=recache, **call)
 
     def cooldown(self) -> None:
@@ -145,7 +145,7 @@ class WarmUp:
 
 
 def run_warmup(
-    pipeline: ARDiffusionPipeline,
+    pipeline: PipelineHost,
     height: int | None,
     width: int | None,
     *,
@@ -201,7 +201,7 @@ def run_warmup(
     )
 
 
-def _warm_decoder(pipeline: ARDiffusionPipeline, planner: CachePlanner) -> float:
+def _warm_decoder(pipeline: PipelineHost, planner: CachePlanner) -> float:
     """Compile the decoder for the planned size, where it is to be compiled; seconds it took."""
     if planner.decoding is None or not planner.decoding.options.compile:
         return 0.0
