@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 
 
 def run_ranks(num_ranks: int, folder: Path, work: Callable[..., Any], *args: Any) -> list[Any]:
