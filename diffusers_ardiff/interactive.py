@@ -180,7 +180,10 @@ def _until(stream: ARStream, stop: threading.Event) -> Iterator[ARChunk]:
 
 
 class PngFolder:
-    """Writes frames as ``000000.png``, ``000001.png``, ... into a folder, each file whole; same use as ``VideoWriter``."""
+    """Writes frames as ``000000.png``, ``000001.png``, ... into a folder, each file whole; same use as ``VideoWriter``.
+
+    Entering raises FileExistsError where the folder holds PNG files: those beyond the new frames would look like theirs.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -188,6 +191,8 @@ class PngFolder:
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
+        if any(self._folder.glob("*.png")):
+            raise FileExistsError(f"{self._folder} holds PNG files already; give another folder, or empty it.")
         return self
 
     def write(self, frames: Frames) -> None:

@@ -150,6 +150,13 @@ class TestEnd:
             assert run_interactive(pipe, request, lines(), say) == expected
             reading.clear()
 
+    def test_folder_with_pictures_is_refused(self, pipe: ARDiffusionPipeline, tmp_path: Path) -> None:
+        """A second, shorter video was written over the first one's frames, and the rest of those stayed behind it."""
+        (tmp_path / "000050.png").write_bytes(b"old")
+        with pytest.raises(FileExistsError, match="holds PNG files already; give another folder"):
+            run(pipe, Typist(), tmp_path, max_frames=9)
+        assert [path.name for path in tmp_path.iterdir()] == ["000050.png"]
+
     def test_interrupt_keeps_what_is_there(
         self, pipe: ARDiffusionPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
