@@ -269,8 +269,7 @@ def test_a_video_is_continued_at_the_rate_of_the_recipe(model: Path, tmp_path: P
         writer.write(bar)
     seen: list[torch.Tensor] = []
     pipe = load_pipeline(str(model), CPU)
-    encode = pipe.vae.encoder.forward
-    pipe.vae.encoder.forward = lambda x, **kwargs: seen.append(x.clone()) or encode(x, **kwargs)
+    pipe.vae.encoder.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     request = GenerationRequest(
         prompts=[PROMPT], output=tmp_path / "clip.mp4", num_frames=21, video=tmp_path / "given.mp4", video_frames=9
     )

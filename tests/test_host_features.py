@@ -28,6 +28,7 @@ from tiny_components import (
     random_embeds,
     seed,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 
 from diffusers_ardiff import HUB_SHIM, ARDiffusionPipeline
 from diffusers_ardiff.cache import KVManager
@@ -72,6 +73,8 @@ def pools_stay() -> Iterator[None]:
 
     def watch(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         moved = to(tensor, *args, **kwargs)
+        if isinstance(tensor, FakeTensor):  # of a trace, which holds no data
+            return moved
         if moved.data_ptr() != tensor.data_ptr() and any(tensor.data_ptr() in pool for _, pool in made):
             copies.append(tensor.data_ptr())
         return moved
