@@ -126,10 +126,11 @@ class TestParse:
 
 
 class TestEnd:
-    def test_quit(self, pipe: ARDiffusionPipeline, tmp_path: Path) -> None:
-        """After the chunk that is there when the word comes."""
-        assert run(pipe, Typist("", ":quit"), tmp_path / "clip.mp4") == 9 + 12
-        assert read_video(tmp_path / "clip.mp4")[0].shape == (21, 32, 48, 3)
+    @pytest.mark.parametrize("name", ["clip.mp4", "clip.webm", "clip.gif"])
+    def test_quit(self, pipe: ARDiffusionPipeline, tmp_path: Path, name: str) -> None:
+        """After the chunk that is there when the word comes. Formats that the writer knows were refused."""
+        assert run(pipe, Typist("", ":quit"), tmp_path / name) == 9 + 12
+        assert read_video(tmp_path / name)[0].shape == (21, 32, 48, 3)
 
     def test_end_of_the_input(self, pipe: ARDiffusionPipeline, tmp_path: Path) -> None:
         """Nobody could say :quit any more; a bounded video goes on to its end."""
@@ -179,7 +180,10 @@ class TestRequest:
         [
             ({"prompt": " "}, "first prompt needs some text"),
             ({"max_frames": 0}, "max_frames must be a whole number >= 1"),
-            ({"output": Path("clip.avi")}, "must be an .mp4 file or a folder, got 'clip.avi'"),
+            (
+                {"output": Path("clip.avi")},
+                r"must be a file ending in \.mp4, \.webm, \.gif, or a folder, got 'clip\.avi'",
+            ),
         ],
     )
     def test_refused(self, request_: dict[str, Any], message: str) -> None:
