@@ -29,7 +29,8 @@ class InteractiveRequest:
 
     Args:
         prompt: of the first chunk.
-        output: an .mp4, .webm or .gif file, written whole at the end; or a folder without PNG files, which gets a numbered PNG file a frame at once.
+        output: an .mp4, .webm or .gif file, written whole at the end; or a folder without PNG files, which gets a numbered
+            one a frame at once.
         max_frames: pixel frames to stop after; None: until ``:quit`` or the end of the input.
         height, width: pixels; None: the recipe's.
         seed: of the noise.
