@@ -17,9 +17,10 @@ from .pipelines import ARChunk, ARDiffusionPipeline, ARStream, CacheOptions, Pro
 from .recipes import Recipe
 from .validation import check_int
 from .video_formats import FORMATS
-from .video_io import Frames, VideoWriter, read_image, read_video, save_contact_sheet
+from .video_io import Frames, VideoWriter, as_rate, read_image, read_video, save_contact_sheet
 
 SHEET_FRAMES = 27
+MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,9 @@ class GenerationRequest:
         num_frames: pixel frames of each video, a given image or video included; None: the recipe's.
         height, width: pixels; None: the recipe's.
         seed: of the first prompt; the next ones count on from it.
-        image, video: file (for a video, also a folder of pictures) whose frame, or frames, the video begins with.
+        image, video: file (for a video, also a folder of pictures) whose frame, or frames, the video begins with; those of
+            a file are taken at the recipe's rate.
+        video_frames: take so many frames of ``video``, its first ones; None: all.
         switches: prompt changes on the way.
         fps: of the file; None: the recipe's.
         limit_bytes: refuse to allocate more for a video's cache and decoder.
@@ -40,7 +43,7 @@ class GenerationRequest:
         model: name of what makes the videos; only recorded.
 
     Raises:
-        ValueError: no prompt, a blank one, a bad number or file name, or both an image and a video.
+        ValueError: no prompt, a blank one, a bad number or file name, both an image and a video, or frames of none.
     """
 
     prompts: Sequence[str]
@@ -51,6 +54,7 @@ class GenerationRequest:
     seed: int = 0
     image: Path | None = None
     video: Path | None = None
+    video_frames: int | None = None
     switches: Sequence[PromptSwitch] = ()
     fps: float | None = None
     limit_bytes: int | None = None
@@ -65,16 +69,48 @@ class GenerationRequest:
             check_int("num_frames", self.num_frames, minimum=1)
         if self.output.suffix.lower() not in FORMATS:
             raise ValueError(f"the output must be a file ending in {', '.join(FORMATS)}, got {self.output.name!r}.")
-        if self.fps is not None and not self.fps > 0:
-            raise ValueError(f"fps must be above 0, got {self.fps}.")
+        check_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
+        if self.fps is not None:
+            as_rate(self.fps)
         if self.image is not None and self.video is not None:
             raise ValueError("give an image or a video to begin with, not both.")
+        if self.video_frames is not None:
+            check_int("video_frames", self.video_frames, minimum=1)
+            if self.video is None:
+                raise ValueError(f"video_frames = {self.video_frames} says how much of a video to take; give one.")
 
     def path(self, index: int) -> Path:
         """File of the prompt with that index."""
         if len(self.prompts) == 1:
             return self.output
         return self.output.with_name(f"{self.output.stem}-{index:03d}{self.output.suffix}")
+
+    def sheet_path(self, index: int) -> Path:
+        """Contact sheet of the prompt with that index."""
+        return self.path(index).with_suffix(".png")
+
+    def check_targets(self) -> None:
+        """Look at the files that are to be written, before any work.
+
+        Raises:
+            IsADirectoryError: a folder has the name of one.
+            NotADirectoryError: their folder can't be made.
+            ValueError: one would replace the given image or video, or join the pictures of a given folder.
+        """
+        folders = (self.output.parent, *self.output.parent.parents)
+        nearest = next(folder for folder in folders if folder.exists())
+        if not nearest.is_dir():
+            raise NotADirectoryError(f"{nearest} is a file, so {self.output} can't be written; give another output.")
+        for index in range(len(self.prompts)):
+            for path in (self.path(index), self.sheet_path(index)):
+                if path.is_dir():
+                    raise IsADirectoryError(f"{path} is a folder; give another output, or remove it.")
+                given = self.image or self.video
+                if given is not None and given.resolve() in (path.resolve(), self.sheet_path(index).parent.resolve()):
+                    raise ValueError(
+                        f"{path} is to be written, and the video begins with {given}: give an output elsewhere, whose "
+                        "contact sheet (.png) replaces nothing either."
+                    )
 
     def record(self, index: int, recipe: Recipe) -> str:
         """What the video of that prompt is made from, as JSON; it is kept in the file, so that a later run knows it."""
@@ -116,7 +152,7 @@ class GenerationRequest:
             prompt_schedule=self.switches,
             output_type="np" if decode else "latent",
             cache=CacheOptions(limit_bytes=self.limit_bytes),
-            **_given_frames(self),
+            **_given_frames(self, pipeline),
         )
 
 
@@ -156,17 +192,21 @@ def write_video(
             sheet.add(frames)
             if bar is not None:
                 bar.update(len(frames))
-    sheet.save(path.with_suffix(".png"))
+    sheet.save(request.sheet_path(index))
 
 
-def _given_frames(request: GenerationRequest) -> dict[str, Any]:
+def _given_frames(request: GenerationRequest, pipeline: ARDiffusionPipeline) -> dict[str, Any]:
     if request.image is not None:
         return {"image": Image.fromarray(read_image(request.image))}
-    if request.video is not None:
-        # A folder of pictures has no rate; its pictures are the frames.
-        frames, _ = read_video(request.video, fps=16 if request.video.is_dir() else None)
-        return {"video": [Image.fromarray(frame) for frame in frames]}
-    return {}
+    if request.video is None:
+        return {}
+    recipe, factor = pipeline.recipe, pipeline.vae_scale_factor_temporal
+    num_frames = request.num_frames if request.num_frames is not None else recipe.num_frames
+    # Of a long file no more is read than it takes to be refused for its length.
+    enough = 1 + factor * -(-num_frames // factor)
+    wanted = request.video_frames if request.video_frames is not None else enough
+    frames, _ = read_video(request.video, fps=recipe.fps, max_frames=wanted)
+    return {"video": [Image.fromarray(frame) for frame in frames]}
 
 
 class _ContactSheet:

@@ -16,6 +16,7 @@ from PIL import Image
 from .late_frames import one_behind
 from .pipelines import ARChunk, ARDiffusionPipeline, ARStream, EventQueueFullError
 from .validation import check_int
+from .video_formats import FORMATS
 from .video_io import Frames, VideoWriter, save_png_atomic
 
 HELP = "TEXT | :recache TEXT | :flush FRAMES TEXT | :blend CHUNKS TEXT | :quit"
@@ -28,7 +29,8 @@ class InteractiveRequest:
 
     Args:
         prompt: of the first chunk.
-        output: an .mp4 file, written whole at the end; or a folder, which gets a numbered PNG file a frame at once.
+        output: an .mp4, .webm or .gif file, written whole at the end; or a folder without PNG files, which gets a numbered
+            one a frame at once.
         max_frames: pixel frames to stop after; None: until ``:quit`` or the end of the input.
         height, width: pixels; None: the recipe's.
         seed: of the noise.
@@ -51,8 +53,10 @@ class InteractiveRequest:
             raise ValueError("the first prompt needs some text.")
         if self.max_frames is not None:
             check_int("max_frames", self.max_frames, minimum=1)
-        if self.output.suffix.lower() not in ("", ".mp4"):
-            raise ValueError(f"the output must be an .mp4 file or a folder, got {self.output.name!r}.")
+        if self.output.suffix.lower() not in ("", *FORMATS):
+            raise ValueError(
+                f"the output must be a file ending in {', '.join(FORMATS)}, or a folder, got {self.output.name!r}."
+            )
 
     def warmup_arguments(self, pipeline: ARDiffusionPipeline) -> dict[str, Any]:
         """Arguments of ``pipeline.warmup`` that fit the stream of this request, recaches included."""
@@ -180,7 +184,10 @@ def _until(stream: ARStream, stop: threading.Event) -> Iterator[ARChunk]:
 
 
 class PngFolder:
-    """Writes frames as ``000000.png``, ``000001.png``, ... into a folder, each file whole; same use as ``VideoWriter``."""
+    """Writes frames as ``000000.png``, ``000001.png``, ... into a folder, each file whole; same use as ``VideoWriter``.
+
+    Entering raises FileExistsError where the folder holds PNG files: those beyond the new frames would look like theirs.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -188,6 +195,8 @@ class PngFolder:
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
+        if any(self._folder.glob("*.png")):
+            raise FileExistsError(f"{self._folder} holds PNG files already; give another folder, or empty it.")
         return self
 
     def write(self, frames: Frames) -> None:

@@ -54,8 +54,9 @@ class Job:
     Collective: all processes make a job, then run it.
 
     Raises:
-        ValueError: ``resume`` with .gif files; ``warmup`` without a CUDA device, or with a rank that only decodes.
-        IsADirectoryError: a folder has the name of a video.
+        ValueError: ``resume`` with .gif files; ``warmup`` without a CUDA device, or with a rank that only decodes; what is
+            written would replace what the videos begin with.
+        IsADirectoryError, NotADirectoryError: a video or its contact sheet can't be written there.
     """
 
     def __init__(
@@ -66,9 +67,7 @@ class Job:
                 f"{request.output.name}: a .gif can't hold what it was made from, so resuming would not know finished ones; "
                 "write .mp4 or .webm, or leave resume out."
             )
-        for index in range(len(request.prompts)):
-            if request.path(index).is_dir():
-                raise IsADirectoryError(f"{request.path(index)} is a folder; give another output, or remove it.")
+        request.check_targets()
         if warmup:
             check_warmup(pipeline)
         self.pipeline, self.request, self.warmup = pipeline, request, warmup

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
@@ -68,7 +68,7 @@ class VideoWriter:
     ) -> None:
         self.path = Path(path)
         self._comment = comment
-        self.fps = _as_rate(fps)
+        self.fps = as_rate(fps)
         self._crf = check_int("crf", crf, minimum=0, maximum=51)
         if self.path.suffix.lower() not in FORMATS:
             raise ValueError(f"A video file must end in {', '.join(FORMATS)}, got {self.path.name!r}.")
@@ -182,29 +182,46 @@ def save_png_atomic(image: Frames | Image.Image, path: str | os.PathLike[str]) -
         image.save(part, format="PNG")
 
 
-def save_frames(frames: NDArray[Any] | torch.Tensor, folder: str | os.PathLike[str]) -> None:
+def save_frames(
+    frames: NDArray[Any] | torch.Tensor | Iterable[NDArray[Any] | torch.Tensor], folder: str | os.PathLike[str]
+) -> None:
     """Write frames as ``frame-00000.png`` and so on into a new folder, which appears when it is complete.
 
     Args:
-        frames: (T, H, W, 3), uint8 or floating point in [0, 1].
+        frames: (T, H, W, 3), uint8 or floating point in [0, 1]; or an iterable of such chunks, written as they come.
         folder: does not exist; the folder it is in does.
 
     Raises:
         FileExistsError: it exists.
         FileNotFoundError: the folder it is in does not.
-        ValueError: wrong shape, dtype or range.
+        ValueError: wrong shape, dtype or range, another size than the first frame's, or no frames.
     """
-    pixels, target = _as_uint8(frames), Path(folder)
+    target = Path(folder)
     if target.exists():
         raise FileExistsError(f"{target} exists: give the name of a new folder.")
     part = _PartFile(target).path
     try:
         part.mkdir()
-        for index, image in enumerate(pixels):
+        for index, image in enumerate(_images(frames)):
             Image.fromarray(image).save(part / f"frame-{index:05d}.png")
         part.rename(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _images(frames: Any) -> Iterator[Frames]:
+    """The frames of an array, or of chunks one by one; ValueError where they differ in size, or there are none."""
+    size = None
+    for chunk in [frames] if isinstance(frames, (np.ndarray, torch.Tensor)) else frames:
+        for image in _as_uint8(chunk):
+            size = size or image.shape
+            if image.shape != size:
+                raise ValueError(
+                    f"The frames are {size[:2]} (height, width), and then {image.shape[:2]}; use one size."
+                )
+            yield image
+    if size is None:
+        raise ValueError("No frames were given, so nothing was written.")
 
 
 def save_contact_sheet(
@@ -290,7 +307,12 @@ def _atomic_file(target: Path) -> Iterator[Path]:
         part.discard()
 
 
-def _as_rate(fps: int | float | Fraction) -> Fraction:
+def as_rate(fps: int | float | Fraction) -> Fraction:
+    """The frame rate as a fraction that a file can hold.
+
+    Raises:
+        ValueError: not above 0, or above 1000.
+    """
     rate = Fraction(float(fps)).limit_denominator(65535) if math.isfinite(fps) else Fraction(0)
     if not 0 < rate <= _MAX_FPS:
         raise ValueError(f"fps must be a number above 0 and up to {_MAX_FPS}, got {fps!r}.")

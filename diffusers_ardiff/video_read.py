@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import av
@@ -26,8 +27,8 @@ def read_video(
     """Read a video: a file, sound ignored, or a folder of pictures in the order of the numbers in their names.
 
     Args:
-        path: a file in any format that FFmpeg reads (mp4, webm, gif, ...), or a folder. A rotation in a file's metadata is
-            not applied.
+        path: a file in any format that FFmpeg reads (mp4, webm, gif, ...), or a folder. A file whose metadata says that it
+            is to be shown turned, as phones write them, is turned.
         max_frames: stop after so many frames.
         fps: the rate to take frames at, each the one that is shown at its time; None: every frame there is. A folder has
             no rate of its own, so there it is needed, and every picture is taken.
@@ -47,20 +48,34 @@ def read_video(
     if Path(path).is_dir():
         return _read_folder(Path(path), max_frames, fps)
     source = _existing_file(path)
-    images: list[Frames] = []
     try:
         with av.open(str(source)) as container:
             rate = _rate(container, source)
             timed = _timed_images(container, rate)
-            for image in timed_at(timed, fps, 1 / rate) if fps is not None else (image for _, image in timed):
-                images.append(image)
-                if len(images) == max_frames:
-                    break
+            if fps is not None:
+                images = list(itertools.islice(timed_at(timed, fps, 1 / rate), max_frames))
+            else:
+                times, images = _split(itertools.islice(timed, max_frames))
+                rate = _measured(rate, times) if container.format.name == "gif" else rate
     except av.error.FFmpegError as error:
         raise ValueError(f"{source} is not a readable video: {error}.") from error
     if not images:
         raise ValueError(f"{source} has no video frames or no frame rate.")
     return np.stack(images), rate if fps is None else float(fps)
+
+
+def _split(timed: Iterable[tuple[float, Frames]]) -> tuple[list[float], list[Frames]]:
+    pairs = list(timed)
+    return [time for time, _ in pairs], [image for _, image in pairs]
+
+
+def _measured(guess: float, times: list[float]) -> float:
+    """The rate of a .gif, which holds none, only times in hundredths of a second: FFmpeg's guess where these agree."""
+    if len(times) < 2 or times[-1] <= times[0]:
+        return guess
+    rate = (len(times) - 1) / (times[-1] - times[0])
+    tolerance = 0.01 / (times[-1] - times[0])
+    return guess if abs(guess / rate - 1) <= tolerance + 0.005 else rate
 
 
 def timed_at(timed: Iterator[tuple[float, Frames]], fps: float, last: float) -> Iterator[Frames]:
@@ -88,7 +103,9 @@ def _rate(container: av.container.InputContainer, source: Path) -> float:
     if not container.streams.video:
         raise ValueError(f"{source} has no video track.")
     stream = container.streams.video[0]
-    rate = stream.average_rate or stream.guessed_rate
+    # Of a .gif FFmpeg gives the rate of the shortest frame as the average.
+    is_gif = container.format.name == "gif"
+    rate = (stream.guessed_rate if is_gif else stream.average_rate) or stream.guessed_rate
     if not rate:
         raise ValueError(f"{source} has no video frames or no frame rate.")
     return float(rate)
@@ -97,7 +114,9 @@ def _rate(container: av.container.InputContainer, source: Path) -> float:
 def _timed_images(container: av.container.InputContainer, rate: float) -> Iterator[tuple[float, Frames]]:
     for index, frame in enumerate(container.decode(container.streams.video[0])):
         time = float(frame.time) if frame.time is not None else index / rate
-        yield time, np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
+        image = np.asarray(frame.to_ndarray(format="rgb24"), dtype=np.uint8)
+        # Both count in quarter turns against the clock.
+        yield time, np.ascontiguousarray(np.rot90(image, round(frame.rotation / 90)))
 
 
 def _read_folder(folder: Path, max_frames: int | None, fps: float | None) -> tuple[Frames, float]:

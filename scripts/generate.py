@@ -54,7 +54,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seed", type=int, default=0, help="of the first video; the next ones count on (default: %(default)s)"
     )
     parser.add_argument("--image", type=Path, help="image file the video begins with")
-    parser.add_argument("--video", type=Path, help="video file or folder of pictures to continue, 1 + 4n frames")
+    parser.add_argument(
+        "--video",
+        type=Path,
+        help="video file (at the recipe's rate) or folder of pictures to continue, 1 + 4n frames",
+    )
+    parser.add_argument(
+        "--video-frames", type=int, metavar="N", help="take the first N of its frames, 1 + 4n (default: all)"
+    )
     parser.add_argument(
         "--switch",
         nargs=2,
@@ -160,6 +167,7 @@ def run(args: argparse.Namespace, state: PartialState) -> int:
             seed=args.seed,
             image=args.image,
             video=args.video,
+            video_frames=args.video_frames,
             switches=read_switches(args),
             fps=args.fps,
             limit_bytes=args.limit_bytes,

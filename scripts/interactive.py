@@ -25,7 +25,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line of this script."""
     parser = argparse.ArgumentParser(description=f"Generate a video without end. Type, while it runs: {HELP}")
     parser.add_argument("prompt", metavar="PROMPT", help="of the first chunk")
-    parser.add_argument("--output", type=Path, default=Path("live.mp4"), help=".mp4 file, or a folder for PNG files")
+    parser.add_argument(
+        "--output", type=Path, default=Path("live.mp4"), help=".mp4, .webm or .gif file, or a folder for PNG files"
+    )
     parser.add_argument("--max-frames", type=int, help="pixel frames to stop after (default: at :quit)")
     parser.add_argument("--height", type=int, help="pixels (default: the recipe's)")
     parser.add_argument("--width", type=int, help="pixels (default: the recipe's)")

