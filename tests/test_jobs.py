@@ -116,6 +116,37 @@ def test_a_failed_prompt_is_told_and_made_by_a_resumed_run(model: Path, tmp_path
 
 
 @pytest.mark.multi_process
+def test_a_process_that_dies_ends_the_job_of_many_prompts(model: Path, tmp_path: Path) -> None:
+    """The other process would wait for its results for a week; what was made stays, and a resumed run makes the rest."""
+    start = time.monotonic()
+    arguments = (*PROMPTS, "--model", model, "--num-frames", 21, "--output", tmp_path / "clip.mp4")
+    done = launch(planted(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"), SCRIPT, *arguments)
+    assert done.returncode != 0
+    assert "SIGKILL" in done.stderr
+    assert time.monotonic() - start < 60
+    assert not (tmp_path / "clip-001.mp4").exists()
+    done = launch(SCRIPT, *arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert statuses(tmp_path)[1] == "made" and set(statuses(tmp_path)) <= {"made", "kept"}
+    assert sorted(path.name for path in tmp_path.glob("*.mp4")) == [f"clip-{index:03d}.mp4" for index in range(3)]
+
+
+def resumed_job(rank: int, model: Path, folder: Path) -> list[str]:
+    pipe = load_pipeline(str(model), torch.device("cpu"))
+    return [result.status for result in generate_videos(pipe, request(folder), resume=True)]
+
+
+def test_two_processes_resume(model: Path, tmp_path: Path) -> None:
+    """Both deal out what is missing, and all that was there is kept."""
+    generate_videos(load_pipeline(str(model), torch.device("cpu")), request(tmp_path))
+    (tmp_path / "clip-001.mp4").unlink()
+    before = (tmp_path / "clip-002.mp4").stat().st_mtime_ns
+    assert run_ranks(2, tmp_path / "ranks", resumed_job, model, tmp_path) == [["kept", "made", "kept"]] * 2
+    assert statuses(tmp_path) == ["kept", "made", "kept"]
+    assert (tmp_path / "clip-002.mp4").stat().st_mtime_ns == before
+
+
+@pytest.mark.multi_process
 @pytest.mark.parametrize(
     ("failure", "words"),
     [("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"), ('raise ZeroDivisionError("planted")', "planted")],

@@ -464,11 +464,15 @@ def decoded_apart(rank: int, parallel: dict[str, Any], call: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("call", [{"num_frames": 30}, {"num_frames": 33, "image": Image.new("RGB", (80, 48), "red")}])
-@pytest.mark.parametrize(("parallel", "num_ranks"), [({}, 2), (ULYSSES, 3)], ids=["alone", "ulysses"])
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"), [({}, 2), (ULYSSES, 3), (BOTH, 5)], ids=["alone", "ulysses", "guidance and ulysses"]
+)
 def test_frames_of_the_decode_rank(
     tmp_path: Path, call: dict[str, Any], parallel: dict[str, Any], num_ranks: int
 ) -> None:
     """Bit by bit what one process makes, whole chunks and the cut at the end included."""
+    if "guidance_parallel" in parallel:
+        call = call | {"guidance_scale": 3.0, "negative_prompt": "blurry"}
     *latents, frames = run_ranks(num_ranks, tmp_path, decoded_apart, {**parallel, "decode_rank": True}, call)
     pipe = pipeline(None)
     expected = pipe(PROMPT, generator=seed(0), output_type="np", **call).frames
@@ -591,12 +595,41 @@ def test_shares_hold_every_token_once(num_tokens: int) -> None:
         ("python -m accelerate.commands.launch --num_processes=4 run.py", 4),
         ("torchrun --nproc-per-node 8 run.py", 8),
         ("accelerate launch run.py", None),
+        ("accelerate launch run.py --num_processes 3", None),
+        ("/envs/accelerate/bin/python run.py --num_processes 3", None),
+        ("accelerate launch --num_processes 2 run.py --num_processes 3", 2),
         ("python run.py --num_processes 3", None),
         ("bash", None),
     ],
 )
-def test_what_the_launcher_was_asked_for(command: str, asked: int | None) -> None:
+def test_what_the_launcher_was_asked_for(
+    command: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option of the script was once taken for the launcher's."""
+    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(tmp_path / "none.yaml"))
     assert asked_processes(command.split()) == asked
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ("", 4),
+        ("--num_processes 2", 2),
+        ("--cpu", None),  # accelerate then leaves its default file unread
+        ("--cpu --config_file {folder}/mine.yaml", 3),
+        ("--config-file={folder}/mine.yaml", 3),
+    ],
+)
+def test_processes_of_a_config_file(
+    options: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that stand in accelerate's file were not seen, so a launch of one process went unnoticed."""
+    for name, number in (("default", 4), ("mine", 3)):
+        lines = ["compute_environment: LOCAL_MACHINE", "distributed_type: 'NO'", f"num_processes: {number}"]
+        lines += ["mixed_precision: 'no'", "use_cpu: true", "debug: false"]
+        (tmp_path / f"{name}.yaml").write_text("\n".join(lines))
+    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(tmp_path / "default.yaml"))
+    assert asked_processes(f"accelerate launch {options.format(folder=tmp_path)} run.py".split()) == asked
 
 
 def test_fewer_processes_than_asked_for_are_noticed() -> None:
