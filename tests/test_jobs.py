@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from diffusers_ardiff.generation import GenerationRequest
 from diffusers_ardiff.jobs import Job, generate_videos, index_path, read_comment
 from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.parallel import ParallelLayout
+from diffusers_ardiff.pipelines import ARStream
 from diffusers_ardiff.video_io import VideoWriter, read_video
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +208,30 @@ def test_a_team_with_a_rank_that_decodes(model: Path, tmp_path: Path) -> None:
     generate_videos(load_pipeline(str(model), torch.device("cpu")), request(tmp_path / "one"))
     for path in tmp_path.glob("*.mp4"):
         np.testing.assert_array_equal(read_video(path)[0], read_video(tmp_path / "one" / path.name)[0])
+
+
+def failing_job_with_decoder(rank: int, model: Path, folder: Path) -> str:
+    pipe = load_pipeline(str(model), torch.device("cpu"))
+    pipe.enable_parallelism(decode_rank=True)
+    plain, calls = ARStream._next_chunk, []
+
+    def fails(stream: ARStream) -> Any:
+        calls.append(1)
+        return plain(stream) if len(calls) == 1 else pipe.transformer(None)
+
+    ARStream._next_chunk = fails
+    with pytest.raises(Exception) as caught:
+        generate_videos(pipe, request(folder, [PROMPT], num_frames=33))
+    return str(caught.value)
+
+
+def test_no_file_where_the_ranks_that_denoise_fail(model: Path, tmp_path: Path) -> None:
+    """9 of 33 frames stood under the video's name, said to be made from this request, so resuming kept them."""
+    output = tmp_path / "out"
+    output.mkdir()
+    _, told = run_ranks(2, tmp_path / "ranks", failing_job_with_decoder, model, output)
+    assert "breaks off" in told
+    assert list(output.iterdir()) == []
 
 
 @pytest.mark.multi_process

@@ -511,6 +511,32 @@ def test_the_decode_rank_follows_a_reset(tmp_path: Path) -> None:
     ]
 
 
+def breaks_off(rank: int, where: str) -> str:
+    """The leader's second chunk fails, or the body of its ``with`` block does."""
+    pipe = pipeline({"decode_rank": True})
+    if pipe.parallel_layout.is_decoder:
+        chunks = pipe.receive_chunks()
+        next(chunks)
+        with pytest.raises(RuntimeError) as told:
+            list(chunks)
+        return str(told.value)
+    with pytest.raises(OSError) as caught, pipe.stream(PROMPT, generator=seed(0), output_type="latent") as stream:
+        next(stream)
+        if where == "body":
+            raise OSError("planted")
+        with failing(pipe.transformer.blocks[1].ffn, OSError("planted")):
+            next(stream)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["chunk", "body"])
+def test_the_decode_rank_is_told_of_a_failure(tmp_path: Path, where: str) -> None:
+    """It saw the end of a video, as after the last chunk, and finished a file that lacked frames."""
+    planted, told = run_ranks(2, tmp_path, breaks_off, where)
+    assert planted == "planted"
+    assert "breaks off" in told and "rank 0" in told and "OSError('planted')" in told
+
+
 def roles(rank: int) -> tuple[str, tuple[int, int, int]]:
     pipe = pipeline({"decode_rank": True})
     with pytest.raises(ValueError) as caught:
