@@ -235,13 +235,16 @@ def test_no_file_where_the_ranks_that_denoise_fail(model: Path, tmp_path: Path) 
 
 
 @pytest.mark.multi_process
-def test_a_launch_with_fewer_processes_is_refused(model: Path, tmp_path: Path) -> None:
-    done = launch(
-        SCRIPT, PROMPT, "--model", model, "--output", tmp_path / "clip.mp4", options=("--cpu", "--num_processes", "2")
-    )
+@pytest.mark.parametrize("configured", [False, True], ids=["command line", "config file"])
+def test_a_launch_with_fewer_processes_is_refused(model: Path, tmp_path: Path, configured: bool) -> None:
+    config, output = tmp_path / "config.yaml", tmp_path / "out"
+    lines = ["compute_environment: LOCAL_MACHINE", "distributed_type: 'NO'", "mixed_precision: 'no'"]
+    config.write_text("\n".join([*lines, "num_processes: 2", "use_cpu: true", "debug: false"]) + "\n")
+    options = ("--config_file", str(config)) if configured else ("--cpu", "--num_processes", "2")
+    done = launch(SCRIPT, PROMPT, "--model", model, "--output", output / "clip.mp4", options=options)
     assert done.returncode != 0
     assert "2 processes were asked for, 1 runs" in done.stderr and "--multi_gpu" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert not output.exists()
 
 
 def test_the_docs_lines_run_on_two_processes(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.commands.config import default_config_file
+from accelerate.commands.config.config_args import ClusterConfig
 from diffusers import ContextParallelConfig
 from PIL import Image
 from ranks import run_ranks
@@ -632,7 +634,7 @@ def test_what_the_launcher_was_asked_for(
     command: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option of the script was once taken for the launcher's."""
-    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     assert asked_processes(command.split()) == asked
 
 
@@ -642,19 +644,23 @@ def test_what_the_launcher_was_asked_for(
         ("", 4),
         ("--num_processes 2", 2),
         ("--cpu", None),  # accelerate then leaves its default file unread
-        ("--cpu --config_file {folder}/mine.yaml", 3),
-        ("--config-file={folder}/mine.yaml", 3),
+        ("--cpu --config_file {folder}/mine.json", 3),
+        ("--config-file={folder}/mine.json", 3),
     ],
 )
 def test_processes_of_a_config_file(
     options: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers that stand in accelerate's file were not seen, so a launch of one process went unnoticed."""
-    for name, number in (("default", 4), ("mine", 3)):
-        lines = ["compute_environment: LOCAL_MACHINE", "distributed_type: 'NO'", f"num_processes: {number}"]
-        lines += ["mixed_precision: 'no'", "use_cpu: true", "debug: false"]
-        (tmp_path / f"{name}.yaml").write_text("\n".join(lines))
-    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(tmp_path / "default.yaml"))
+    assert Path(default_config_file).parts[-2:] == ("accelerate", "default_config.yaml")
+    for number, path in ((4, tmp_path / "accelerate" / "default_config.yaml"), (3, tmp_path / "mine.json")):
+        path.parent.mkdir(exist_ok=True)
+        config = ClusterConfig(
+            compute_environment="LOCAL_MACHINE", distributed_type="NO", mixed_precision="no", use_cpu=True, debug=False
+        )
+        config.num_processes = number
+        (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     assert asked_processes(f"accelerate launch {options.format(folder=tmp_path)} run.py".split()) == asked
 
 

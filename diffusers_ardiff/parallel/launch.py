@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from huggingface_hub import constants
 
+_CONFIGURED = re.compile(r'^[\s{]*"?num_processes"?\s*:\s*(\d+)', re.MULTILINE)
 _CONFIG_FLAGS = ("--config_file", "--config-file")
 _FLAGS = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
 _ENABLED_BY = "accelerate launch --multi_gpu --num_processes {asked} --num_machines 1 ..."
@@ -56,15 +59,13 @@ def _option(words: Sequence[str], names: Sequence[str]) -> str | None:
 
 def _configured_processes(options: Sequence[str]) -> int | None:
     """What the config file says that ``accelerate launch`` read for these options; None where it read none."""
-    from accelerate.commands.config import default_config_file, load_config_from_file
-
-    path = _option(options, _CONFIG_FLAGS)
-    if path is None and "--cpu" not in options:
-        path = default_config_file
-    if path is None or not Path(path).is_file():
+    given = _option(options, _CONFIG_FLAGS)
+    if given is None and "--cpu" in options:
         return None
-    configured = getattr(load_config_from_file(path), "num_processes", None)
-    return configured if configured is not None and configured > 0 else None
+    path = Path(given) if given is not None else Path(constants.HF_HOME, "accelerate", "default_config.yaml")
+    # YAML or JSON; this package leaves the reading of it all to accelerate.
+    found = _CONFIGURED.search(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return int(found[1]) if found is not None else None
 
 
 def check_launch(num_running: int, asked: int | None = None) -> None:
