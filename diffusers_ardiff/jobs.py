@@ -126,8 +126,8 @@ class Job:
     def _make_one(self, index: int, bar: Any) -> VideoResult:
         chunks = self._open(index)
         try:
-            # Both kinds close: a stream gives its memory back, a receiver its decoder's state.
-            with closing(chunks):
+            # Both kinds close: a stream gives its memory back and tells its decoder of an error, a receiver its state.
+            with chunks if isinstance(chunks, ARStream) else closing(chunks):
                 if self.layout.writes_frames:
                     write_video(chunks, self.pipeline, self.request, index, bar)
                 else:

@@ -301,6 +301,21 @@ def test_rollout_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "window 3 (1+2) latent frames" in printed and f"{baseline['ratio']:.2f} x" in printed
 
 
+@pytest.mark.parametrize("peak", [None, 2**30], ids=["cpu", "gpu"])
+def test_plot_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peak: int | None) -> None:
+    """Time and memory a chunk, from files that were measured on another machine."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    chunks = [{"seconds": 0.1 + index, "peak_bytes": peak} for index in range(3)]
+    result = {"window": "3 (1+2)", "decoder": "light", "chunks": chunks}
+    result["baseline"] = {"name": "dense-roll", "chunk_seconds": [0.2, 0.3]}
+    source, chart = tmp_path / "long.json", tmp_path / "charts" / "long.png"
+    source.write_text(json.dumps({"results": [result]}))
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "plot", str(source), "--plot", str(chart)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.part"))
+
+
 def test_rollout_script_warm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

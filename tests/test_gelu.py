@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import CountingBackend
 from dense import relative_error
 from diffusers import WanTransformer3DModel
 from diffusers.models.activations import GELU
@@ -117,6 +118,18 @@ def test_a_video_compiled_without_a_break() -> None:
             change(pipe.transformer)
     with stream_of(pipe) as stream, torch._dynamo.config.patch(error_on_recompile=True):
         assert relative_error(take(stream, 3), expected) < 1e-5
+    torch._dynamo.reset()
+
+
+def test_twelve_layers_are_one_graph() -> None:
+    """A layer that looks at its own parts while it is traced may compile once a layer, and past the limit fail."""
+    torch._dynamo.reset()
+    pipe, counting = make_pipeline(QUICK, transformer=make_transformer(num_layers=12)), CountingBackend("eager")
+    assert fuse_gelu(pipe.transformer) == 12
+    pipe.warmup(compile={"backend": counting}, cuda_graphs=False)
+    with stream_of(pipe) as stream, torch._dynamo.config.patch(error_on_recompile=True):
+        take(stream, 4)
+    assert len(counting.graphs) == 1
     torch._dynamo.reset()
 
 

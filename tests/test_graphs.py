@@ -179,11 +179,17 @@ class TestWarmup:
             take(stream, 1)
         assert replays(pipe) == 8
 
-    def test_another_window_runs_plainly(self, pipe: ARDiffusionPipeline) -> None:
-        before = replays(pipe)
-        with stream_of(pipe, recipe=QUICK.replace(num_window_frames=6)) as stream:
-            take(stream, 2)
-        assert replays(pipe) == before
+    def test_another_window_runs_plainly_and_captures_anew(self) -> None:
+        pipe, recipe = make_pipeline(QUICK), QUICK.replace(num_window_frames=8)
+        warm_up(pipe)
+        with stream_of(pipe, recipe=recipe) as stream:
+            expected = take(stream, 5)
+        assert replays(pipe) == 0
+        report = warm_up(pipe, recipe=recipe)
+        assert report.num_graphs == 3, "3, 6 and 9 frames of keys"
+        with stream_of(pipe, recipe=recipe) as stream:
+            assert torch.equal(take(stream, 5), expected)
+        assert replays(pipe) == 5 * 3 - 1
 
     def test_cooldown_gives_the_pool_back(self) -> None:
         pipe = make_pipeline(QUICK)

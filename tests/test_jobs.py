@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from diffusers_ardiff.generation import GenerationRequest
 from diffusers_ardiff.jobs import Job, generate_videos, index_path, read_comment
 from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.parallel import ParallelLayout
+from diffusers_ardiff.pipelines import ARStream
 from diffusers_ardiff.video_io import VideoWriter, read_video
 
 ROOT = Path(__file__).parent.parent
@@ -116,6 +118,37 @@ def test_a_failed_prompt_is_told_and_made_by_a_resumed_run(model: Path, tmp_path
 
 
 @pytest.mark.multi_process
+def test_a_process_that_dies_ends_the_job_of_many_prompts(model: Path, tmp_path: Path) -> None:
+    """The other process would wait for its results for a week; what was made stays, and a resumed run makes the rest."""
+    start = time.monotonic()
+    arguments = (*PROMPTS, "--model", model, "--num-frames", 21, "--output", tmp_path / "clip.mp4")
+    done = launch(planted(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"), SCRIPT, *arguments)
+    assert done.returncode != 0
+    assert "SIGKILL" in done.stderr
+    assert time.monotonic() - start < 60
+    assert not (tmp_path / "clip-001.mp4").exists()
+    done = launch(SCRIPT, *arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert statuses(tmp_path)[1] == "made" and set(statuses(tmp_path)) <= {"made", "kept"}
+    assert sorted(path.name for path in tmp_path.glob("*.mp4")) == [f"clip-{index:03d}.mp4" for index in range(3)]
+
+
+def resumed_job(rank: int, model: Path, folder: Path) -> list[str]:
+    pipe = load_pipeline(str(model), torch.device("cpu"))
+    return [result.status for result in generate_videos(pipe, request(folder), resume=True)]
+
+
+def test_two_processes_resume(model: Path, tmp_path: Path) -> None:
+    """Both deal out what is missing, and all that was there is kept."""
+    generate_videos(load_pipeline(str(model), torch.device("cpu")), request(tmp_path))
+    (tmp_path / "clip-001.mp4").unlink()
+    before = (tmp_path / "clip-002.mp4").stat().st_mtime_ns
+    assert run_ranks(2, tmp_path / "ranks", resumed_job, model, tmp_path) == [["kept", "made", "kept"]] * 2
+    assert statuses(tmp_path) == ["kept", "made", "kept"]
+    assert (tmp_path / "clip-002.mp4").stat().st_mtime_ns == before
+
+
+@pytest.mark.multi_process
 @pytest.mark.parametrize(
     ("failure", "words"),
     [("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"), ('raise ZeroDivisionError("planted")', "planted")],
@@ -177,14 +210,41 @@ def test_a_team_with_a_rank_that_decodes(model: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(read_video(path)[0], read_video(tmp_path / "one" / path.name)[0])
 
 
+def failing_job_with_decoder(rank: int, model: Path, folder: Path) -> str:
+    pipe = load_pipeline(str(model), torch.device("cpu"))
+    pipe.enable_parallelism(decode_rank=True)
+    plain, calls = ARStream._next_chunk, []
+
+    def fails(stream: ARStream) -> Any:
+        calls.append(1)
+        return plain(stream) if len(calls) == 1 else pipe.transformer(None)
+
+    ARStream._next_chunk = fails
+    with pytest.raises(Exception) as caught:
+        generate_videos(pipe, request(folder, [PROMPT], num_frames=33))
+    return str(caught.value)
+
+
+def test_no_file_where_the_ranks_that_denoise_fail(model: Path, tmp_path: Path) -> None:
+    """9 of 33 frames stood under the video's name, said to be made from this request, so resuming kept them."""
+    output = tmp_path / "out"
+    output.mkdir()
+    _, told = run_ranks(2, tmp_path / "ranks", failing_job_with_decoder, model, output)
+    assert "breaks off" in told
+    assert list(output.iterdir()) == []
+
+
 @pytest.mark.multi_process
-def test_a_launch_with_fewer_processes_is_refused(model: Path, tmp_path: Path) -> None:
-    done = launch(
-        SCRIPT, PROMPT, "--model", model, "--output", tmp_path / "clip.mp4", options=("--cpu", "--num_processes", "2")
-    )
+@pytest.mark.parametrize("configured", [False, True], ids=["command line", "config file"])
+def test_a_launch_with_fewer_processes_is_refused(model: Path, tmp_path: Path, configured: bool) -> None:
+    config, output = tmp_path / "config.yaml", tmp_path / "out"
+    lines = ["compute_environment: LOCAL_MACHINE", "distributed_type: 'NO'", "mixed_precision: 'no'"]
+    config.write_text("\n".join([*lines, "num_processes: 2", "use_cpu: true", "debug: false"]) + "\n")
+    options = ("--config_file", str(config)) if configured else ("--cpu", "--num_processes", "2")
+    done = launch(SCRIPT, PROMPT, "--model", model, "--output", output / "clip.mp4", options=options)
     assert done.returncode != 0
     assert "2 processes were asked for, 1 runs" in done.stderr and "--multi_gpu" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert not output.exists()
 
 
 def test_the_docs_lines_run_on_two_processes(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.commands.config import default_config_file
+from accelerate.commands.config.config_args import ClusterConfig
 from diffusers import ContextParallelConfig
 from PIL import Image
 from ranks import run_ranks
@@ -464,11 +466,15 @@ def decoded_apart(rank: int, parallel: dict[str, Any], call: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("call", [{"num_frames": 30}, {"num_frames": 33, "image": Image.new("RGB", (80, 48), "red")}])
-@pytest.mark.parametrize(("parallel", "num_ranks"), [({}, 2), (ULYSSES, 3)], ids=["alone", "ulysses"])
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"), [({}, 2), (ULYSSES, 3), (BOTH, 5)], ids=["alone", "ulysses", "guidance and ulysses"]
+)
 def test_frames_of_the_decode_rank(
     tmp_path: Path, call: dict[str, Any], parallel: dict[str, Any], num_ranks: int
 ) -> None:
     """Bit by bit what one process makes, whole chunks and the cut at the end included."""
+    if "guidance_parallel" in parallel:
+        call = call | {"guidance_scale": 3.0, "negative_prompt": "blurry"}
     *latents, frames = run_ranks(num_ranks, tmp_path, decoded_apart, {**parallel, "decode_rank": True}, call)
     pipe = pipeline(None)
     expected = pipe(PROMPT, generator=seed(0), output_type="np", **call).frames
@@ -505,6 +511,32 @@ def test_the_decode_rank_follows_a_reset(tmp_path: Path) -> None:
         (0, 0, 9),
         (1, 3, 12),
     ]
+
+
+def breaks_off(rank: int, where: str) -> str:
+    """The leader's second chunk fails, or the body of its ``with`` block does."""
+    pipe = pipeline({"decode_rank": True})
+    if pipe.parallel_layout.is_decoder:
+        chunks = pipe.receive_chunks()
+        next(chunks)
+        with pytest.raises(RuntimeError) as told:
+            list(chunks)
+        return str(told.value)
+    with pytest.raises(OSError) as caught, pipe.stream(PROMPT, generator=seed(0), output_type="latent") as stream:
+        next(stream)
+        if where == "body":
+            raise OSError("planted")
+        with failing(pipe.transformer.blocks[1].ffn, OSError("planted")):
+            next(stream)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["chunk", "body"])
+def test_the_decode_rank_is_told_of_a_failure(tmp_path: Path, where: str) -> None:
+    """It saw the end of a video, as after the last chunk, and finished a file that lacked frames."""
+    planted, told = run_ranks(2, tmp_path, breaks_off, where)
+    assert planted == "planted"
+    assert "breaks off" in told and "rank 0" in told and "OSError('planted')" in told
 
 
 def roles(rank: int) -> tuple[str, tuple[int, int, int]]:
@@ -591,12 +623,45 @@ def test_shares_hold_every_token_once(num_tokens: int) -> None:
         ("python -m accelerate.commands.launch --num_processes=4 run.py", 4),
         ("torchrun --nproc-per-node 8 run.py", 8),
         ("accelerate launch run.py", None),
+        ("accelerate launch run.py --num_processes 3", None),
+        ("/envs/accelerate/bin/python run.py --num_processes 3", None),
+        ("accelerate launch --num_processes 2 run.py --num_processes 3", 2),
         ("python run.py --num_processes 3", None),
         ("bash", None),
     ],
 )
-def test_what_the_launcher_was_asked_for(command: str, asked: int | None) -> None:
+def test_what_the_launcher_was_asked_for(
+    command: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option of the script was once taken for the launcher's."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
     assert asked_processes(command.split()) == asked
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ("", 4),
+        ("--num_processes 2", 2),
+        ("--cpu", None),  # accelerate then leaves its default file unread
+        ("--cpu --config_file {folder}/mine.json", 3),
+        ("--config-file={folder}/mine.json", 3),
+    ],
+)
+def test_processes_of_a_config_file(
+    options: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that stand in accelerate's file were not seen, so a launch of one process went unnoticed."""
+    assert Path(default_config_file).parts[-2:] == ("accelerate", "default_config.yaml")
+    for number, path in ((4, tmp_path / "accelerate" / "default_config.yaml"), (3, tmp_path / "mine.json")):
+        path.parent.mkdir(exist_ok=True)
+        config = ClusterConfig(
+            compute_environment="LOCAL_MACHINE", distributed_type="NO", mixed_precision="no", use_cpu=True, debug=False
+        )
+        config.num_processes = number
+        (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    assert asked_processes(f"accelerate launch {options.format(folder=tmp_path)} run.py".split()) == asked
 
 
 def test_fewer_processes_than_asked_for_are_noticed() -> None:

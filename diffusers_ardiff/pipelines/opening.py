@@ -239,8 +239,8 @@ def _open_stream(
     pipeline.decoded_elsewhere = stream
     try:
         stream.set_embeds(embeds)
-    except BaseException:
-        stream.close()
+    except BaseException as error:
+        stream._fail(error)
         raise
     return stream
 

@@ -133,6 +133,9 @@ class FrameOutput:
         if self._decoder is not None:
             self._decoder.reset()
 
+    def fail(self, error: BaseException) -> None:
+        """The stream will be closed because of this error; for outputs that somebody else waits for."""
+
     def close(self) -> None:
         """The stream is over."""
         self.reset_decoder()

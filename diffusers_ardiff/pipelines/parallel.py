@@ -127,7 +127,7 @@ class Parallelism:
 
         Raises:
             ValueError: this rank decodes for nobody, or an unknown output type.
-            RuntimeError: the leader died.
+            RuntimeError: the leader died, or its stream failed: the video is not whole.
         """
         check_choices(output_type, (), ())
         yield from receive_chunks(

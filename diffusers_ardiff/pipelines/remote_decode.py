@@ -40,6 +40,7 @@ class RemoteOutput(FrameOutput):
         super().__init__(processor, settings, None)
         self._link = link
         self._closed = False
+        self._error: str | None = None
         link.tell(("open", settings.num_frames))
 
     def make(self, latents: torch.Tensor, past: torch.Tensor) -> Any:
@@ -60,11 +61,15 @@ class RemoteOutput(FrameOutput):
         """Let the decoder forget its past."""
         self._link.tell(("reset", None))
 
+    def fail(self, error: BaseException) -> None:
+        """Let the decoder raise where the video breaks off, so that nobody there takes it for whole."""
+        self._error = repr(error)
+
     def close(self) -> None:
         """Tell the decoder that the video is over; calling it again does nothing."""
         if not self._closed:
             self._closed = True
-            self._link.tell(("end", None))
+            self._link.tell(("end", self._error))
 
 
 def check_role(layout: ParallelLayout, output_type: str, known: Closable | None) -> None:
@@ -117,3 +122,5 @@ def receive_chunks(
         frames = output.make(latents, past)
         yield ARChunk(index=index, output=frames, latents=latents, start_latent_frame=start)
         past, index, start = latents[:, :, -1:], index + 1, start + latents.shape[2]
+    if message[1] is not None:
+        raise RuntimeError(f"the video breaks off here: on rank {link.leader}, its stream failed with {message[1]}.")

@@ -94,7 +94,7 @@ class ARStream(PromptControl, Iterator[ARChunk]):
             try:
                 chunk = None if self._is_ending else self._next_chunk()
             except StopIteration as error:
-                self.close()
+                self._fail(error)
                 raise RuntimeError(ENDED_EARLY) from error
             if chunk is None:
                 self.close()
@@ -123,9 +123,14 @@ class ARStream(PromptControl, Iterator[ARChunk]):
     def _closed_on_error(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Close, and let whoever decodes elsewhere know that the video is not whole."""
+        self._output.fail(error)
+        self.close()
 
     def _reach_next_chunk(self) -> torch.Tensor | int | None:
         """Commit what is due, unless the next step does; the next chunk's given latents, or its size, or None at the end."""
@@ -277,7 +282,9 @@ class ARStream(PromptControl, Iterator[ARChunk]):
     def __enter__(self) -> ARStream:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._output.fail(error)
         self.close()
 
     def __del__(self) -> None:

@@ -117,9 +117,9 @@ class StreamBatch:
                 if member.error is not None:
                     error.add_note(f"stream {index} had failed by itself: {member.error!r}")
             raise
-        except BaseException:
+        except BaseException as error:
             for stream in self._streams:
-                stream.close()
+                stream._fail(error)
             raise
         if any(stream.closed for stream in self._streams):
             self._forward.clear()
@@ -197,11 +197,11 @@ class _Member:
         except StopIteration as error:
             self.error = RuntimeError(ENDED_EARLY)
             self.error.__cause__ = error
-            self.stream.close()
+            self.stream._fail(error)
         except Exception as error:
             self.error = error
             if closes:
-                self.stream.close()
+                self.stream._fail(error)
         return None
 
     def due_commit(self) -> FrameStep | None:

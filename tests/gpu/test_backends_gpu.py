@@ -270,15 +270,19 @@ class StaticInputs:
             tensor.copy_(getattr(context.layer_inputs(0), name))
 
 
-@pytest.mark.parametrize("backend", KERNELS)
-def test_graph_replays_equal_eager(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "sink", "num_tokens", "heads"),
+    [(name, 24, 24, HEADS) for name in KERNELS] + [("flash3_split", 0, 4680, 12)] * ("flash3_split" in BACKENDS),
+)
+def test_graph_replays_equal_eager(backend: str, sink: int, num_tokens: int, heads: int) -> None:
     """Captured once in the steady state, replayed over three chunks with new slots and rows: equal to eager forwards
-    over the same history."""
-    managers = [open_manager(24, 72, layers=2) for _ in range(2)]
+    over the same history. Once at a size whose keys are cut into parts, which are merged by a second kernel."""
+    window = (3 if sink else 4) * num_tokens
+    managers = [open_manager(sink, window, layers=2, heads=heads) for _ in range(2)]
     replayed, eager = (manager.open_session().branches for manager in managers)
-    rows = gpu_rows(eager, 24)
+    rows = gpu_rows(eager, num_tokens)
     for _ in range(5):
-        new = gpu_rows(eager, 24)
+        new = gpu_rows(eager, num_tokens)
         for branches in (replayed, eager):
             forward(branches, new, backend=backend)
 
@@ -288,7 +292,7 @@ def test_graph_replays_equal_eager(backend: str) -> None:
             out = paged_write_attn(layer, out, rows.keys, rows.values)
         return out
 
-    context = PagedForwardContext(replayed, num_tokens=24, backend=backend).prepare()
+    context = PagedForwardContext(replayed, num_tokens=num_tokens, backend=backend).prepare()
     static = StaticInputs(context)
     layers(static.layers)
     graph = torch.cuda.CUDAGraph()
@@ -296,14 +300,14 @@ def test_graph_replays_equal_eager(backend: str) -> None:
         captured = layers(static.layers)
     context.close()
     for _ in range(3):
-        for tensor, new in zip(rows, gpu_rows(eager, 24), strict=True):
+        for tensor, new in zip(rows, gpu_rows(eager, num_tokens), strict=True):
             tensor.copy_(new)
-        with PagedForwardContext(replayed, num_tokens=24, backend=backend) as context:
+        with PagedForwardContext(replayed, num_tokens=num_tokens, backend=backend) as context:
             static.copy_from(context)
             graph.replay()
             context.mark_written()
         context.mark_committed()
-        with PagedForwardContext(eager, num_tokens=24, backend=backend) as context:
+        with PagedForwardContext(eager, num_tokens=num_tokens, backend=backend) as context:
             expected = layers([context.layer_inputs(index) for index in range(2)])
         context.mark_committed()
         assert torch.equal(captured, expected)
