@@ -7,16 +7,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from diffusers_ardiff import ARDiffusionPipeline
 from diffusers_ardiff.benchmarks.chunk import (
     ChunkBenchmark,
     add_chunk_command,
     chunk_recipe,
     random_pipeline,
 )
+from diffusers_ardiff.benchmarks.results import Results
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parent.parent / "scripts" / "benchmark.py"
@@ -60,6 +63,28 @@ def test_command(tmp_path: Path) -> None:
     ]
     results = json.loads(output.read_text())["results"]
     assert [result["window"] for result in results] == ["6 (1+5)", "3 (0+3)"]
+
+
+def test_merged_commits_of_one_frame_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What merging is for could not be measured: every chunk had three frames."""
+    output = tmp_path / "chunk.json"
+    parser = argparse.ArgumentParser()
+    add_chunk_command(parser.add_subparsers())
+    options = ["chunk", "--preset", "toy", "--height", "64", "--width", "96", "--windows", "1+5", "--chunks", "1"]
+    options += ["--chunk-frames", "1", "--variants", "eager", "merged", "--device", "cpu"]
+    parsed, warmup = parser.parse_args(options), ARDiffusionPipeline.warmup
+    frames = []
+
+    def plainly(pipe: ARDiffusionPipeline, **call: Any) -> Any:
+        frames.append(call["recipe"].chunk_frames)
+        return warmup(pipe, **call | {"compile": False})
+
+    monkeypatch.setattr(ARDiffusionPipeline, "warmup", plainly)
+    results = Results(output)
+    parsed.run(parsed, results)
+    eager, merged = results.figures
+    assert frames == [1] and (eager["variant"], merged["variant"]) == ("eager", "merged")
+    assert merged["relative_error"] < 1e-4
 
 
 def test_unknown_variant() -> None:

@@ -229,7 +229,7 @@ def run_chunk(options: argparse.Namespace, results: Results) -> None:
             fuse_gelu(pipe.transformer)
         if options.text_attention is not None:
             pipe.transformer.set_attention_backend(options.text_attention)
-        recipe = chunk_recipe(window, options.height, options.width)
+        recipe = chunk_recipe(window, options.height, options.width).replace(chunk_frames=options.chunk_frames)
         benchmark = ChunkBenchmark(pipe, recipe, num_chunks=options.chunks, backend=options.backend)
         for variant in variants:
             if variant == "fp8":
@@ -245,6 +245,7 @@ def add_chunk_command(commands: Any) -> None:
     chunk = commands.add_parser("chunk", help="seconds a chunk at real shapes: eager, compiled, replayed, merged, fp8")
     chunk.add_argument("--preset", choices=sorted(PRESETS), default="wan-1.3b", help="random weights of this shape")
     chunk.add_argument("--windows", nargs="+", default=["3+9", "0+21"], help="sink+recent latent frames")
+    chunk.add_argument("--chunk-frames", type=int, default=3, help="latent frames; with 1, merged commits save most")
     chunk.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     chunk.add_argument("--chunks", type=int, default=8, help="timed in the steady state")
     chunk.add_argument("--kernels", action="store_true", help="also print the kernels of a chunk by device time")
