@@ -17,6 +17,7 @@ from ..gelu import fuse_gelu, unfuse_gelu
 from ..pipelines import ARDiffusionPipeline, ARStream, CacheOptions
 from ..pipelines.window import kept_frames
 from ..recipes import Recipe, load_recipe
+from .peak import peak_so_far, reset_peak
 from .results import Results
 
 WAN = {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256, "attention_head_dim": 128}
@@ -124,7 +125,7 @@ class ChunkBenchmark:
         """Warm up as the variant says, then time a stream; ``show_kernels`` prints where the device's time goes."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
+        reset_peak(self.device)
         merge = variant == "merged"
         report = None
         if variant != "eager":
@@ -144,7 +145,7 @@ class ChunkBenchmark:
             variant=variant,
             window=f"{kept_frames(self.recipe)} ({self.recipe.num_sink_frames}+{self.recipe.num_window_frames})",
             warmup=None if report is None else asdict(report),
-            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+            peak_bytes=peak_so_far(self.device),
             **times,
         )
 

@@ -22,6 +22,7 @@ from . import sessions
 from .decode import VARIANTS, DecodeCase, describe_decode, measure_decode
 from .dense_roll import measure_dense_roll
 from .models import WAN_SHAPES, build_light_decoder, build_pipeline, windowed
+from .peak import peak_so_far, reset_peak
 from .plot import plot_rollout
 from .report import describe, window_label
 from .results import Results
@@ -29,8 +30,6 @@ from .rollout import (
     RolloutSettings,
     first_steady_chunk,
     measure_rollout,
-    peak_so_far,
-    reset_peak,
     time_decoding,
     warm_up,
 )

@@ -24,6 +24,7 @@ from ..processors import attach_paged_attention
 from .clock import Clock
 from .family_shapes import FAMILY_SHAPES, Chunk, FamilyShape
 from .models import keep_float32, made_on
+from .peak import peak_so_far, reset_peak
 from .results import Results
 
 HOST_KERNELS = [
@@ -105,8 +106,7 @@ class FamilyBenchmark:
     def measure(self, name: str) -> FamilyResult:
         """Both ways, one after the other, in the steady state."""
         options, geometry = self.options, self.paged.geometry
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        reset_peak(self.device)
         kept = options.sink_frames + options.window_frames
         manager = self._open_cache()
         branch = manager.open_session().branch()
@@ -134,7 +134,7 @@ class FamilyBenchmark:
             recompute_ms=recompute * options.steps,
             kv_bytes=sum(t.numel() * t.element_size() for pool in self._pools(manager) for t in pool),
             build_seconds=self.build_seconds,
-            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+            peak_bytes=peak_so_far(self.device),
         )
 
     def _layers_in_all(self) -> int:

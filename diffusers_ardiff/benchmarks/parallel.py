@@ -22,6 +22,7 @@ from .chunk import PRESETS, TEXT_LEN, chunk_recipe, random_pipeline
 from .clock import Clock
 from .models import TOY_VAE, build_vae
 from .parallel_report import Case, ExchangeTimer, ParallelResult, RankTimes
+from .peak import peak_so_far, reset_peak
 from .report import window_label
 from .results import Results
 
@@ -84,7 +85,7 @@ class ParallelBenchmark:
         call: dict[str, Any] = {"recipe": self.recipe, "guided": case.guided, "text_len": TEXT_LEN, "decode": decodes}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
+        reset_peak(self.device)
         plan = self.pipe.plan_memory(**call)
         if layout.is_decoder:
             latents, (seconds, exchange) = torch.empty(0), (self._receive(), None)
@@ -95,7 +96,7 @@ class ParallelBenchmark:
             exchange_seconds=exchange,
             pool_bytes=plan.pool_bytes,
             planned_bytes=plan.peak_bytes,
-            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+            peak_bytes=peak_so_far(self.device),
         )
         return times, latents
 

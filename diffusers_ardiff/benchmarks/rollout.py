@@ -24,6 +24,7 @@ from ..recipes import Recipe
 from ..validation import check_int
 from .clock import Clock, Mark
 from .models import TEXT_LEN, random_embeds
+from .peak import reset_peak
 from .report import CacheFootprint, ChunkTimes, RolloutResult
 
 SETTLING_CHUNKS = 2
@@ -149,17 +150,6 @@ def time_decoding(pipeline: ARDiffusionPipeline, recipe: Recipe, *, repeats: int
             marks.append(clock.mark())
         clock.wait(marks[-1])
     return statistics.median(clock.seconds(start, end) for start, end in itertools.pairwise(marks))
-
-
-def peak_so_far(device: torch.device) -> int | None:
-    """Most bytes on the device since ``reset_peak``, which every measured chunk calls; None on the CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-def reset_peak(device: torch.device) -> None:
-    """Let the peak begin at what is allocated now."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _plan_arguments(settings: RolloutSettings, recipe: Recipe) -> dict[str, Any]:
