@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from ..cache.float8 import as_bytes, store_as
+from ..cache.float8 import as_bytes, store_as, take_rows
 from ..context import LaunchPlan, PagedLayerInputs, RowLayout
 
 
@@ -132,7 +132,7 @@ def padded_gather(
         mask = valid[:, None, None]
     shape = (*slots.shape, *inputs.key_pool.shape[1:])
     flat = slots.flatten()
-    keys, values = (as_bytes(pool).index_select(0, flat).view(pool.dtype).view(shape) for pool in inputs[:2])
+    keys, values = (take_rows(pool, flat).view(shape) for pool in inputs[:2])
     return keys, values, mask
 
 

@@ -91,6 +91,20 @@ def _compute_dtype(query: torch.dtype, pool: torch.dtype) -> torch.dtype:
     return query if query in FUSED_DTYPES else torch.float32
 
 
+def _admit(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan
+) -> AttentionBackend:
+    """The backend for a forward's rows; ValueError, before any write, where they do not fit or none can serve them."""
+    check_rows(query, keys, values, inputs)
+    check_query(query, inputs, plan)
+    return _choose(query, inputs, plan)
+
+
+def _extra_rows(k_act: torch.Tensor | None, v_act: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Those that are given, by the op's names for them."""
+    return {name: tensor for name, tensor in (("k_act", k_act), ("v_act", v_act)) if tensor is not None}
+
+
 @torch.library.custom_op(
     "diffusers_ardiff::paged_write_attn", mutates_args=("key_pool", "value_pool"), schema=WRITE_ATTN_SCHEMA, tags=TAGS
 )
@@ -111,13 +125,10 @@ def _write_attn_op(
 ) -> torch.Tensor:
     inputs = PagedLayerInputs(key_pool, value_pool, slot_mapping, block_table, seq_lens, layer_index, launch)
     plan = _plan_of(inputs)
-    extra = {name: tensor for name, tensor in (("k_act", k_act), ("v_act", v_act)) if tensor is not None}
-    check_tensors(key_pool, softmax_scale, query=query, k_curr=k_curr, v_curr=v_curr, **extra)
+    check_tensors(key_pool, softmax_scale, query=query, k_curr=k_curr, v_curr=v_curr, **_extra_rows(k_act, v_act))
     k_new = k_curr if k_act is None else torch.cat([k_curr, k_act], dim=1)
     v_new = v_curr if v_act is None else torch.cat([v_curr, v_act], dim=1)
-    check_rows(query, k_new, v_new, inputs)
-    check_query(query, inputs, plan)
-    backend = _choose(query, inputs, plan)
+    backend = _admit(query, k_new, v_new, inputs, plan)
     write_rows(inputs, plan, k_new, v_new)
     plan.written_layers.add(int(layer_index))
     return _attend(query, inputs, plan, backend, softmax_scale)
@@ -134,8 +145,7 @@ def _write_attn_fake(
     *args: object,
 ) -> torch.Tensor:
     # Tensors on the meta device come here and not to the op.
-    extra = {name: tensor for name, tensor in (("k_act", k_act), ("v_act", v_act)) if tensor is not None}
-    check_devices(key_pool, query=query, k_curr=k_curr, v_curr=v_curr, **extra)
+    check_devices(key_pool, query=query, k_curr=k_curr, v_curr=v_curr, **_extra_rows(k_act, v_act))
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
@@ -175,9 +185,7 @@ def _norm_rope_write_attn_op(
     inputs = PagedLayerInputs(key_pool, value_pool, slot_mapping, block_table, seq_lens, layer_index, launch)
     plan = _plan_of(inputs)
     check_tensors(key_pool, softmax_scale, query=query, keys=keys, values=values)
-    check_rows(query, keys, values, inputs)
-    check_query(query, inputs, plan)
-    backend = _choose(query, inputs, plan)
+    backend = _admit(query, keys, values, inputs, plan)
     norm = QKNorm(query_weight, key_weight, norm_eps)
     rotated = norm_rope_write(inputs, query, keys, values, (cos, sin), norm, plan.scales)
     plan.written_layers.add(int(layer_index))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..cache.float8 import as_bytes
+from ..cache.float8 import take_rows
 from ..launch import LaunchPlan
 from ..layer_inputs import PagedLayerInputs
 
@@ -25,12 +25,9 @@ def gather_visible(inputs: PagedLayerInputs, plan: LaunchPlan) -> PagedLayerInpu
     visible = plan.visible
     if visible is None:
         return inputs
-    keys, values = (
-        as_bytes(pool).index_select(0, visible.slots).view(pool.dtype) for pool in (inputs.key_pool, inputs.value_pool)
-    )
     return inputs._replace(
-        key_pool=keys,
-        value_pool=values,
+        key_pool=take_rows(inputs.key_pool, visible.slots),
+        value_pool=take_rows(inputs.value_pool, visible.slots),
         block_table=visible.block_table,
         seq_lens=visible.seq_lens,
     )

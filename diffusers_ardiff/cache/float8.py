@@ -55,3 +55,8 @@ def store_as(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Te
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a float8 tensor as uint8, since torch moves few float8 tensors by index; any other tensor as it is."""
     return tensor.view(torch.uint8) if tensor.dtype == FLOAT8 else tensor
+
+
+def take_rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """A copy of the rows of a pool (slots, H, D) at ``slots`` (N,): (N, H, D), as they are stored."""
+    return as_bytes(pool).index_select(0, slots).view(pool.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...cache.float8 import FLOAT8, as_bytes
+from ...cache.float8 import FLOAT8, take_rows
 from ...context import LaunchPlan, PagedLayerInputs
 from ..keys import gather_slots
 from ..registry import AttentionBackend, register_backend
@@ -16,7 +16,7 @@ def attend(query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, soft
     outputs = []
     for index, row in enumerate(plan.rows):
         slots = gather_slots(inputs.block_table[index : index + 1], plan.page_size, row.seq_len)[0]
-        keys, values = (as_bytes(pool)[slots].view(pool.dtype).float() for pool in inputs[:2])
+        keys, values = (take_rows(pool, slots).float() for pool in inputs[:2])
         scores = torch.einsum("lhd,nhd->hln", query[index].float(), keys) * softmax_scale
         if visible is not None:
             scores = scores.masked_fill(~visible[index, :, : row.seq_len], float("-inf"))
