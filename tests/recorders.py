@@ -1,10 +1,25 @@
-"""Recorders of whole forwards that need no GPU."""
+"""Recorders of whole forwards that need no GPU, and warm-ups with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from diffusers_ardiff import ARDiffusionPipeline
+from diffusers_ardiff.pipelines.warmup import WarmupReport, run_warmup
+
+
+def warm_up(pipe: ARDiffusionPipeline, height: int | None = None, **options: Any) -> WarmupReport:
+    """A warm-up that captures without a GPU, and without compiling unless asked to."""
+    options = {"compile": False, "recorder": FunctionRecorder()} | options
+    return run_warmup(pipe, height, None, **options)
+
+
+def replays(pipe: ARDiffusionPipeline) -> int:
+    """Forwards replayed since the warm-up."""
+    return pipe._warm.graphs.num_replays
 
 
 class FunctionRecorder:

@@ -78,6 +78,13 @@ class DenseKrea:
         return clean
 
 
+def follow(stream: ARStream, dense: DenseKrea, num_chunks: int) -> None:
+    """The stream's next chunks are those of the dense rollout."""
+    for _ in range(num_chunks):
+        dense.prepare()
+        assert relative_error(next(stream).latents, dense.chunk()) < 1e-4
+
+
 class DenseRolling:
     """Five blocks in one forward, each at its own timestep; 21 frames visible at most: sink, cached ones, the blocks."""
 
@@ -136,9 +143,7 @@ class TestKrea:
     def test_as_dense(self, pipe: ARDiffusionPipeline, shuffle_seed: int | None) -> None:
         dense = DenseKrea(pipe)
         with stream_of(pipe, KREA, cache=CacheOptions(shuffle_seed=shuffle_seed)) as stream:
-            for _ in range(6):
-                dense.prepare()
-                assert relative_error(next(stream).latents, dense.chunk()) < 1e-4
+            follow(stream, dense, 6)
 
     def test_a_prompt_change_reaches_the_context_a_block_later(
         self, pipe: ARDiffusionPipeline, shuffle_seed: int | None
@@ -155,12 +160,10 @@ class TestKrea:
     def test_recache_brings_it_there_at_once(self, pipe: ARDiffusionPipeline, shuffle_seed: int | None) -> None:
         dense = DenseKrea(pipe)
         with stream_of(pipe, KREA, cache=CacheOptions(shuffle_seed=shuffle_seed)) as stream:
-            for number in range(5):
-                if number == 3:
-                    dense.video.text = NEW
-                    stream.update(prompt_embeds=NEW, mode="recache")
-                dense.prepare()
-                assert relative_error(next(stream).latents, dense.chunk()) < 1e-4
+            follow(stream, dense, 3)
+            dense.video.text = NEW
+            stream.update(prompt_embeds=NEW, mode="recache")
+            follow(stream, dense, 2)
 
     @pytest.mark.parametrize("num_given", [1, 2, 4, 6])
     def test_given_frames(self, pipe: ARDiffusionPipeline, shuffle_seed: int | None, num_given: int) -> None:
@@ -168,9 +171,7 @@ class TestKrea:
         dense = DenseKrea(pipe, given)
         with stream_of(pipe, KREA, context_latents=given, cache=CacheOptions(shuffle_seed=shuffle_seed)) as stream:
             take(stream, -(-num_given // 3))
-            for _ in range(3):
-                dense.prepare()
-                assert relative_error(next(stream).latents, dense.chunk()) < 1e-4
+            follow(stream, dense, 3)
 
 
 class TestKreaSessions:

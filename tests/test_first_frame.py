@@ -9,7 +9,7 @@ import torch
 from dense import relative_error
 from session_runs import SHUFFLES
 from test_context_modes import KREA as KEPT
-from test_context_modes import NEW, DenseKrea, stream_of, take
+from test_context_modes import NEW, DenseKrea, follow, stream_of, take
 from tiny_components import (
     QUICK,
     RECIPE,
@@ -52,9 +52,7 @@ class TestAsDense:
     def test_blocks(self, pipe: ARDiffusionPipeline, shuffle_seed: int | None) -> None:
         dense = DenseEncodedKrea(pipe)
         with stream_of(pipe, KREA, cache=CacheOptions(shuffle_seed=shuffle_seed)) as stream:
-            for _ in range(6):
-                dense.prepare()
-                assert relative_error(next(stream).latents, dense.chunk()) < 1e-4
+            follow(stream, dense, 6)
 
     @pytest.mark.parametrize("num_given", [1, 2, 4, 6])
     def test_given_frames(self, pipe: ARDiffusionPipeline, shuffle_seed: int | None, num_given: int) -> None:
@@ -62,19 +60,15 @@ class TestAsDense:
         dense = DenseEncodedKrea(pipe, given)
         with stream_of(pipe, KREA, context_latents=given, cache=CacheOptions(shuffle_seed=shuffle_seed)) as stream:
             take(stream, -(-num_given // 3))
-            for _ in range(3):
-                dense.prepare()
-                assert relative_error(next(stream).latents, dense.chunk()) < 1e-4
+            follow(stream, dense, 3)
 
     def test_recache(self, pipe: ARDiffusionPipeline, shuffle_seed: int | None) -> None:
         dense = DenseEncodedKrea(pipe)
         with stream_of(pipe, KREA, cache=CacheOptions(shuffle_seed=shuffle_seed)) as stream:
-            for number in range(5):
-                if number == 3:
-                    dense.video.text = NEW
-                    stream.update(prompt_embeds=NEW, mode="recache")
-                dense.prepare()
-                assert relative_error(next(stream).latents, dense.chunk()) < 1e-4
+            follow(stream, dense, 3)
+            dense.video.text = NEW
+            stream.update(prompt_embeds=NEW, mode="recache")
+            follow(stream, dense, 2)
 
 
 def test_it_is_another_video_from_the_third_block_on(pipe: ARDiffusionPipeline) -> None:

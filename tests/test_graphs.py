@@ -11,21 +11,15 @@ import pytest
 import torch
 from dense import relative_error
 from live_streams import NEW, OLD, stream_of, take
-from recorders import FunctionRecorder
+from recorders import FunctionRecorder, replays, warm_up
 from tiny_components import QUICK, RECIPE, make_pipeline, random_embeds, record_pools
 
 from diffusers_ardiff import ARDiffusionPipeline, CacheOptions, Recipe
 from diffusers_ardiff.pipelines.denoise import FrameStep
-from diffusers_ardiff.pipelines.warmup import WarmupReport, run_warmup
 
 NUM_CHUNKS = 6
 FILL_LEVELS = 2
 """S 1 + W 5 frames in chunks of 3."""
-
-
-def warm_up(pipe: ARDiffusionPipeline, height: int | None = None, **options: Any) -> WarmupReport:
-    options = {"compile": False, "recorder": FunctionRecorder()} | options
-    return run_warmup(pipe, height, None, **options)
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +27,6 @@ def pipe() -> ARDiffusionPipeline:
     pipe = make_pipeline(QUICK)
     warm_up(pipe)
     return pipe
-
-
-def replays(pipe: ARDiffusionPipeline) -> int:
-    return pipe._warm.graphs.num_replays
 
 
 class TestReplay:

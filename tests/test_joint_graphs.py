@@ -8,17 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import recorders
 import torch
 from counting import CountingBackend
 from dense import relative_error
 from live_streams import NEW, OLD, THIRD, stream_of, take
-from recorders import FunctionRecorder
+from recorders import replays
 from test_warm_recipes import RECIPES
 from tiny_components import QUICK, make_pipeline, record_forwards, record_pools, seed
 
 from diffusers_ardiff import ARDiffusionPipeline, Recipe, StreamBatch
 from diffusers_ardiff.pipelines import ARStream
-from diffusers_ardiff.pipelines.warmup import WarmupReport, run_warmup
+from diffusers_ardiff.pipelines.warmup import WarmupReport
 
 FILL_LEVELS = 2
 """S 1 + W 5 frames in chunks of 3."""
@@ -26,8 +27,7 @@ TEXTS = (OLD, NEW, THIRD)
 
 
 def warm_up(pipe: ARDiffusionPipeline, num_streams: int = 2, **options: Any) -> WarmupReport:
-    options = {"compile": False, "recorder": FunctionRecorder()} | options
-    return run_warmup(pipe, None, None, num_streams=num_streams, **options)
+    return recorders.warm_up(pipe, num_streams=num_streams, **options)
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,6 @@ def pipe() -> ARDiffusionPipeline:
     pipe = make_pipeline(QUICK)
     warm_up(pipe)
     return pipe
-
-
-def replays(pipe: ARDiffusionPipeline) -> int:
-    return pipe._warm.graphs.num_replays
 
 
 def streams_of(pipe: ARDiffusionPipeline, count: int = 2, **call: Any) -> list[ARStream]:

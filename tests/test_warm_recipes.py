@@ -9,7 +9,7 @@ import torch
 from counting import CountingBackend
 from dense import relative_error
 from live_streams import NEW, OLD, stream_of, take
-from recorders import FunctionRecorder
+from recorders import FunctionRecorder, replays, warm_up
 from tiny_components import QUICK, make_pipeline, record_forwards, seed
 
 from diffusers_ardiff import ARDiffusionPipeline, Recipe, StreamBatch
@@ -29,12 +29,8 @@ NUM_CHUNKS = 7
 
 def warm_pipeline(recipe: Recipe, **options: Any) -> ARDiffusionPipeline:
     pipe = make_pipeline(recipe)
-    run_warmup(pipe, None, None, **{"compile": False, "recorder": FunctionRecorder()} | options)
+    warm_up(pipe, **options)
     return pipe
-
-
-def replays(pipe: ARDiffusionPipeline) -> int:
-    return pipe._warm.graphs.num_replays
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from dense import relative_error
 from live_streams import NEW, stream_of, take
+from recorders import replays
 from session_runs import CHUNK, make_pool, rows_of
 from test_warm_compile import switch_every_way
 from tiny_components import QUICK, make_pipeline, make_transformer, record_pools
@@ -41,10 +42,6 @@ def gpu_pipeline() -> ARDiffusionPipeline:
 def latents_of(pipe: ARDiffusionPipeline, **call: Any) -> torch.Tensor:
     with stream_of(pipe, **call) as stream:
         return take(stream, NUM_CHUNKS)
-
-
-def replays(pipe: ARDiffusionPipeline) -> int:
-    return pipe._warm.graphs.num_replays
 
 
 @pytest.fixture(scope="module")
