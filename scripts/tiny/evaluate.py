@@ -11,7 +11,7 @@ from diffusers_ardiff import ARDiffusionPipeline
 
 from .captions import DIRECTIONS, join
 from .score import motion, right_frames
-from .shapes import COLORS, HELD_OUT, KINDS, MAX_SHAPES, render, sample_scenes, simulate
+from .shapes import ASKED_KINDS, COLORS, HELD_OUT, MAX_SHAPES, render, sample_scenes, simulate
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def make_prompts(count: int, seed: int) -> list[Prompt]:
 def _make_prompt(number: int, held_out: bool, rng: random.Random) -> Prompt:
     """A prompt of `number` shapes; a held-out one has exactly one held-out pair."""
     held = sorted(HELD_OUT)
-    seen = [(color, kind) for color in COLORS for kind in KINDS if (color, kind) not in HELD_OUT]
+    seen = [(color, kind) for color in COLORS for kind in ASKED_KINDS if (color, kind) not in HELD_OUT]
     pairs: list[tuple[str, str]] = []
     while len({color for color, _ in pairs}) != number:
         pairs = rng.sample(seen, number - held_out) + ([rng.choice(held)] if held_out else [])

@@ -9,17 +9,17 @@ from diffusers import AutoencoderKLWan
 
 from .captions import build_tokenizer, caption_scenes, other_colors, other_kinds
 from .models import encode_video, latent_stats
-from .shapes import TINTED_SHARE, Scenes, recolor_one, render, sample_scenes, simulate
+from .shapes import TINTED_SHARE, Scenes, render, sample_scenes, simulate, spoil_one
 
 VAGUE_SHARE = 0.25  # "a red shape": colours then work with kinds they were never shown with
-RECOLORED = 4
+SPOILED = 2
 
 
 @dataclass(frozen=True)
 class LatentClips:
     """Normalised latents (M, 16, F, 8, 8) in float16 and token ids (N, captions, 3, 24) of N clips, M >= N.
 
-    histories: (N,) rows of `latents`: the clip itself, or the same clip with one shape of another colour.
+    histories: (N,) rows of `latents`: the clip itself, or the same clip with one mistake.
     """
 
     latents: torch.Tensor
@@ -30,13 +30,6 @@ class LatentClips:
         """Random clips: float32 latents (count, 16, F, 8, 8), their histories alike, and the ids of one caption each."""
         clip, ids = self._pick(count, generator)
         return self.latents[clip].float(), self.latents[self.histories[clip]].float(), ids
-
-    def draw_openings(
-        self, count: int, num_frames: int, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `num_frames` latent frames of random clips, and the ids of one caption each."""
-        clip, ids = self._pick(count, generator)
-        return self.latents[clip, :, :num_frames].float(), ids
 
     def _pick(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Random rows and captions: (count,) and (count, 3, 24)."""
@@ -50,19 +43,20 @@ class LatentClips:
 class EncodeSettings:
     """How clips are made: up to `num_clips` within `max_seconds`, of F `latent_frames` (4 F - 3 pixel frames) each.
 
-    captions: captions a clip; batch: clips encoded together.
+    captions: captions a clip; batch: clips encoded together; spoiled: one in `SPOILED` also with one mistake, as history.
     """
 
     num_clips: int
     max_seconds: float
     batch: int
     latent_frames: int = 21
-    captions: int = 8
+    captions: int = 4
+    spoiled: bool = True
 
 
 @torch.no_grad()
 def encode_clips(vae: AutoencoderKLWan, generator: torch.Generator, settings: EncodeSettings) -> LatentClips:
-    """Renders, captions and encodes clips; one in `RECOLORED` also with one shape of another colour."""
+    """Renders, captions and encodes clips."""
     rng = random.Random(generator.initial_seed())
     device, start = generator.device, time.monotonic()
     latents, ids, twins = [], [], []
@@ -71,14 +65,16 @@ def encode_clips(vae: AutoencoderKLWan, generator: torch.Generator, settings: En
         track = simulate(scenes, 4 * settings.latent_frames - 3)
         ids.append(caption_ids(scenes, rng, settings.captions, vague_share=VAGUE_SHARE))
         latents.append(_encode(vae, scenes, track, settings.batch))
-        part = torch.arange(0, 16 * settings.batch, RECOLORED, device=device)
-        twins.append(_encode(vae, recolor_one(scenes.select(part), generator), track[part], settings.batch))
+        if settings.spoiled:
+            part = torch.arange(0, 16 * settings.batch, SPOILED, device=device)
+            twins.append(_encode(vae, spoil_one(scenes.select(part), generator), track[part], settings.batch))
         if time.monotonic() - start > settings.max_seconds:
             break
-    token_ids, twin = torch.cat(ids), torch.cat(twins)
+    token_ids = torch.cat(ids)
     histories = torch.arange(len(token_ids), device=device)
-    histories[::RECOLORED] = len(token_ids) + torch.arange(len(twin), device=device)
-    return LatentClips(torch.cat([*latents, twin]), token_ids, histories)
+    if settings.spoiled:
+        histories[::SPOILED] = len(token_ids) + torch.arange(sum(map(len, twins)), device=device)
+    return LatentClips(torch.cat([*latents, *twins]), token_ids, histories)
 
 
 def _encode(vae: AutoencoderKLWan, scenes: Scenes, track: torch.Tensor, batch: int) -> torch.Tensor:

@@ -26,13 +26,14 @@ PALETTE: dict[str, tuple[float, float, float]] = {
     "cyan": (_OFF, _ON, _ON),
 }
 COLORS: tuple[str, ...] = tuple(PALETTE)
-KINDS: tuple[str, ...] = ("circle", "square", "triangle")
+KINDS: tuple[str, ...] = ("circle", "square", "triangle", "diamond", "cross")
+ASKED_KINDS = KINDS[:3]  # by the scorer; the others show in training that any colour goes with any kind
 # Never rendered for training; the scorer asks for them. Every colour and every kind is still seen otherwise.
 HELD_OUT: frozenset[tuple[str, str]] = frozenset({("red", "triangle"), ("blue", "circle"), ("yellow", "square")})
 
-TINTED_SHARE = 0.2  # of the shapes, in training; see `sample_scenes`
-OPENING_JITTER = 10  # pixels; see `_openings`
-NUMBERS = (0.125, 0.5, 0.375)  # weights of scenes of one, two and three shapes
+TINTED_SHARE = 0.25  # of the shapes, in training; see `sample_scenes`
+OPENING_JITTER = 3  # pixels; see `_openings`
+NUMBERS = (0.1, 0.4, 0.5)  # weights of scenes of one, two and three shapes
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def sample_scenes(
     number = torch.multinomial(torch.tensor(numbers, device=device), count, replacement=True, generator=generator)
     present = torch.arange(MAX_SHAPES, device=device) <= number[:, None]
     radius = 7 + 2 * uniform(MAX_SHAPES)
-    angle, speed = 2 * torch.pi * uniform(MAX_SHAPES), 0.7 + 0.9 * uniform(MAX_SHAPES)
+    angle, speed = 2 * torch.pi * uniform(MAX_SHAPES), 0.4 + 0.5 * uniform(MAX_SHAPES)
     velocity = speed[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)
     position = _openings(radius, present, uniform(MAX_SHAPES, 2))
     tints = _OFF + (_ON - _OFF) * uniform(MAX_SHAPES, 3)
@@ -113,21 +114,33 @@ def _near_held_out(tints: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     return ((distance < TOLERANCE) & held_out).any(dim=-1)
 
 
-def recolor_one(scenes: Scenes, generator: torch.Generator) -> Scenes:
-    """The same scenes, except that one present shape of each has a colour from outside its scene and a fitting kind.
+def spoil_one(scenes: Scenes, generator: torch.Generator) -> Scenes:
+    """The same scenes with one mistake each, as a model may make it: a shape recoloured, missing, or one too many.
 
-    Scenes whose chosen shape is tinted stay as they are: their captions could not tell what it has to become.
+    Half of the scenes lose a shape (what long rollouts do most), a tenth gets a further one. The others are recoloured,
+    with a colour from outside the scene and a fitting kind; never a pair that is held out. A scene that is full gets no further shape and a lone shape does not go: these are recoloured, too. Scenes whose
+    chosen shape is tinted stay as they are: their captions could not tell what it has to become.
     """
     count, device = len(scenes.colors), generator.device
-    free = torch.ones(count, len(COLORS), device=device).scatter_(1, scenes.colors, 0.0)
-    color = torch.multinomial(free, 1, generator=generator)
-    kind = torch.multinomial(training_pairs().to(device)[color[:, 0]], 1, generator=generator)
     number = scenes.present.sum(dim=1, keepdim=True)
     slot = (torch.rand(count, 1, generator=generator, device=device) * number).long()
-    colors, kinds = (old.scatter(1, slot, new) for old, new in ((scenes.colors, color), (scenes.kinds, kind)))
+    mistake = torch.rand(count, 1, generator=generator, device=device)
+    lost, extra = (mistake < 0.5) & (number > 1), (mistake > 0.9) & (number < MAX_SHAPES)
+    chosen = torch.zeros_like(scenes.present).scatter(1, slot, True)
+    added = torch.zeros_like(scenes.present).scatter(1, number.clamp(max=MAX_SHAPES - 1), True)
+    present = (scenes.present & ~(lost & chosen)) | (extra & added)
+    changed = chosen & ~scenes.tinted & ~lost & ~extra
+    return replace(_recolor(scenes, changed, generator), present=present)
+
+
+def _recolor(scenes: Scenes, changed: torch.Tensor, generator: torch.Generator) -> Scenes:
+    """The scenes with a free colour and a kind that training shows with it for the one slot `changed` (N, S) of each."""
+    device = generator.device
+    free = torch.ones(len(changed), len(COLORS), device=device).scatter_(1, scenes.colors, 0.0)
+    color = torch.multinomial(free, 1, generator=generator)
+    kind = torch.multinomial(training_pairs().to(device)[color[:, 0]], 1, generator=generator)
+    colors, kinds = torch.where(changed, color, scenes.colors), torch.where(changed, kind, scenes.kinds)
     tints = torch.where(scenes.tinted[..., None], scenes.tints, palette(device)[colors])
-    keep = scenes.tinted.gather(1, slot)
-    colors, kinds = torch.where(keep, scenes.colors, colors), torch.where(keep, scenes.kinds, kinds)
     return replace(scenes, colors=colors, kinds=kinds, tints=tints)
 
 
@@ -200,5 +213,12 @@ def _coverage(x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor, kind: torc
     slant = (0.95**2 + 1.65**2) ** 0.5
     sides = (0.95 * (y + radius) - 1.65 * x.abs()) / slant
     triangle = torch.minimum(sides, 0.65 * radius - y)
-    inside = torch.where(kind == 0, circle, torch.where(kind == 1, square, triangle))
+    diamond = (1.15 * radius - x.abs() - y.abs()) / 2**0.5
+    arm = 0.4 * radius
+    cross = torch.maximum(
+        torch.minimum(radius - x.abs(), arm - y.abs()), torch.minimum(arm - x.abs(), radius - y.abs())
+    )
+    inside = circle
+    for index, other in enumerate((square, triangle, diamond, cross), start=1):
+        inside = torch.where(kind == index, other, inside)
     return (inside + 0.5).clamp(0, 1)

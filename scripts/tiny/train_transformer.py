@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from diffusers import AutoencoderKLWan
 
-from .first_chunk import FirstChunks
-from .latents import EncodeSettings, encode_clips
+from .few_step import FewSteps
+from .first_chunk import LENGTHS, NUM_STEPS, RECIPE_SHIFT, SHORT, FirstChunks, step_sigmas
+from .latents import EncodeSettings, LatentClips, encode_clips
 from .models import build_text_encoder, build_transformer
 from .probe import probe_first_chunks
 from .teacher_forcing import CHUNK, TeacherForcing, TextToLatents
@@ -18,15 +20,26 @@ PROBES = 4  # first chunks are scored this often on the way
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Sizes of the stage: `batch` clips and `chunks` first chunks a step; `num_clips` are encoded in `encode_seconds`."""
+    """Sizes of the stage.
+
+    batch, chunks: clips and first chunks a step; num_clips, num_openings: so many are encoded, in at most
+    `encode_seconds` and `opening_seconds`; encode_batch: clips encoded together. With `few_step` the stage is that of
+    `few_step.FewSteps`: `num_pairs` chunks are solved, `pair_batch` at a time, and `solved` of them go into a step.
+    """
 
     batch: int = 32
     chunks: int = 256
     num_clips: int = 32768
+    num_openings: int = 65536
     encode_batch: int = 32
-    encode_seconds: float = 30
+    encode_seconds: float = 20
+    opening_seconds: float = 8
     peak_rate: float = 1.5e-3
     compile: bool = True
+    few_step: bool = False
+    num_pairs: int = 16384
+    pair_batch: int = 1024
+    solved: int = 256
 
 
 def train_transformer(
@@ -35,26 +48,36 @@ def train_transformer(
     """Trains (or goes on training) `state/transformer.safetensors` and `state/text_encoder.safetensors`."""
     torch.manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
-    encoding = EncodeSettings(settings.num_clips, settings.encode_seconds, settings.encode_batch)
     vae = load_trained_vae(state, device)
-    clips = encode_clips(vae, generator, encoding)
-    print(f"encoded {len(clips.token_ids)} clips in {budget.elapsed():.0f} s", flush=True)
+    clips, openings = _encode(vae, generator, settings)
+    print(
+        f"encoded {len(clips.token_ids)} clips, {len(openings.token_ids)} openings in {budget.elapsed():.0f} s",
+        flush=True,
+    )
     model = TextToLatents(build_transformer(), build_text_encoder()).to(device)
     resumed = load_state(model.transformer, state / "transformer.safetensors")
     load_state(model.text_encoder, state / "text_encoder.safetensors")
     teacher_forcing = TeacherForcing(model, device)
-    first_chunks = FirstChunks(model, teacher_forcing.context, device)
+    first_chunks = FirstChunks(model, teacher_forcing.context, device, SHORT if settings.few_step else LENGTHS)
+    few_steps = FewSteps(model, teacher_forcing.context, step_sigmas(NUM_STEPS, RECIPE_SHIFT), device)
+    pairs = None
+    if settings.few_step:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            pairs = few_steps.solve(openings, settings.num_pairs, settings.pair_batch, generator)
+        print(f"solved {len(pairs.ends)} first chunks after {budget.elapsed():.0f} s", flush=True)
 
     def objective(*batch: torch.Tensor) -> torch.Tensor:
-        return teacher_forcing.loss(*batch[:3]) + first_chunks.loss(*batch[3:])
+        loss = teacher_forcing.loss(*batch[:3]) + first_chunks.loss(*batch[3:5])
+        return loss + few_steps.loss(*batch[5:]) if settings.few_step else loss
 
     if settings.compile:
         model.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
     trainer = Trainer(model, objective, budget, settings.peak_rate, decay=0.999)
     next_probe = 1 / PROBES
     while trainer.progress < 1:
-        openings = clips.draw_openings(settings.chunks, CHUNK, generator)
-        trainer.train_step(*clips.draw(settings.batch, generator), *openings)
+        starts, _, start_ids = openings.draw(settings.chunks, generator)
+        solved = () if pairs is None else pairs.draw(settings.solved, generator)
+        trainer.train_step(*clips.draw(settings.batch, generator), starts, start_ids, *solved)
         if trainer.progress >= next_probe:
             next_probe += 1 / PROBES
             print("first chunks:", probe_first_chunks(first_chunks, vae), flush=True)
@@ -63,3 +86,19 @@ def train_transformer(
     save_state(model.transformer, state / "transformer.safetensors")
     save_state(model.text_encoder, state / "text_encoder.safetensors")
     write_json(state / "progress.json", transformer={"steps": trainer.step, "resumed": resumed, "log": trainer.log})
+
+
+def _encode(
+    vae: AutoencoderKLWan, generator: torch.Generator, settings: TransformerSettings
+) -> tuple[LatentClips, LatentClips]:
+    """Whole clips, and many more first chunks: these are cheap, and each is trained on often."""
+    clips = EncodeSettings(settings.num_clips, settings.encode_seconds, settings.encode_batch)
+    openings = EncodeSettings(
+        settings.num_openings,
+        settings.opening_seconds,
+        8 * settings.encode_batch,
+        latent_frames=CHUNK,
+        captions=2,
+        spoiled=False,
+    )
+    return encode_clips(vae, generator, clips), encode_clips(vae, generator, openings)
