@@ -57,7 +57,7 @@ def train_transformer(
     model = TextToLatents(build_transformer(), build_text_encoder()).to(device)
     resumed = load_state(model.transformer, state / "transformer.safetensors")
     load_state(model.text_encoder, state / "text_encoder.safetensors")
-    teacher_forcing = TeacherForcing(model, device)
+    teacher_forcing = TeacherForcing(model, device, first_chunks=not settings.few_step)
     first_chunks = FirstChunks(model, teacher_forcing.context, device, SHORT if settings.few_step else LENGTHS)
     few_steps = FewSteps(model, teacher_forcing.context, step_sigmas(NUM_STEPS, RECIPE_SHIFT), device)
     pairs = None
