@@ -89,25 +89,44 @@ def test_shapes_stay_inside_and_bounce(scenes: Scenes) -> None:
     track = simulate(scenes, 300)
     radius = scenes.radius[:, None, :, None]
     outside = torch.maximum(radius - track, track - (SIZE - radius)).clamp(min=0)
-    assert outside[scenes.present[:, None].expand(-1, 300, -1)].max() < 2
+    assert outside[scenes.present[:, None].expand(-1, 300, -1)].max() < 1e-3
     steps = track.diff(dim=1)
     speed = torch.linalg.vector_norm(scenes.velocity, dim=-1)[:, None]
     fits = torch.linalg.vector_norm(steps, dim=-1) <= speed + 1e-3
     assert fits[scenes.present[:, None].expand(-1, 299, -1)].all()
     turned = (steps[:, 1:] * steps[:, :-1] < 0).any(dim=1).any(dim=-1)
-    assert turned[scenes.present].float().mean() > 0.99
+    assert turned[scenes.present].all()
 
 
-def test_shapes_hardly_overlap(scenes: Scenes) -> None:
+def test_shapes_of_a_scene_never_overlap(scenes: Scenes) -> None:
     track = simulate(scenes, 200)
-    depth = []
     for i, j in ((0, 1), (0, 2), (1, 2)):
         both = scenes.present[:, i] & scenes.present[:, j]
         distance = torch.linalg.vector_norm(track[both, :, i] - track[both, :, j], dim=-1)
-        depth.append((1 - distance / (scenes.radius[both, i] + scenes.radius[both, j])[:, None]).flatten())
-    overlap = torch.cat(depth)
-    assert (overlap > 0.25).float().mean() < 0.01
-    assert overlap.max() < 0.8
+        assert (distance >= (scenes.radius[both, i] + scenes.radius[both, j])[:, None] - 1e-3).all()
+
+
+def test_lanes_are_rows_or_columns(scenes: Scenes) -> None:
+    several = scenes.present.sum(dim=1) > 1
+    along = scenes.velocity[several] != 0  # (scenes, slots, x and y)
+    rows, columns = along[..., 0].all(dim=1), along[..., 1].all(dim=1)
+    assert torch.equal(rows, ~columns) and rows.float().mean() == pytest.approx(0.6, abs=0.06)
+    assert (scenes.velocity[~several] != 0).all()  # a single shape moves freely
+
+
+def test_captions_of_columns_say_so_and_others_mean_rows(scenes: Scenes) -> None:
+    """Of a caption without a direction only one arrangement follows, else few denoising steps mix the two."""
+    impossible = 0
+    for row, text in enumerate(caption_scenes(scenes, random.Random(0), empty_share=0.0)):
+        if scenes.present[row].sum() == 1:
+            continue
+        level, upright = ({*re.findall(words, text)} for words in (r"\b(?:left|right)\b", r"\b(?:up|down)\b"))
+        if scenes.velocity[row, 0, 0] == 0:
+            assert upright and not level, text
+        else:
+            assert level or not upright, text
+            impossible += bool(upright)
+    assert impossible > 20
 
 
 def test_scorer_agrees_with_rendered_scenes() -> None:
@@ -116,11 +135,11 @@ def test_scorer_agrees_with_rendered_scenes() -> None:
     assert 0.4 < score["motion"] < 0.9  # pixels per frame, the speeds that scenes are drawn with
 
 
-def test_scenes_open_side_by_side_in_the_order_of_the_caption(scenes: Scenes) -> None:
+def test_lanes_follow_the_order_of_the_caption(scenes: Scenes) -> None:
     for row, text in enumerate(caption_scenes(scenes, random.Random(0), empty_share=0.0)):
         here = scenes.present[row]
-        x = scenes.position[row, here, 0]
-        assert (x.diff() > 0).all()
+        across = 1 if scenes.velocity[row, 0, 1] == 0 else 0
+        assert (scenes.position[row, here, across].diff() > 0).all()
         named = re.findall("|".join(COLORS), text)
         assert named == [COLORS[color] for color in scenes.colors[row, here]], text
 

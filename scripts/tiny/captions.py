@@ -16,6 +16,7 @@ _MOTIONS = ("moving", "moving", "going", "drifting", "flying")
 _UNKNOWN = ("shiny", "small", "bright", "plain")  # not in the vocabulary: they teach the model to skip <unk>
 _OPENINGS = ("", "", "", "a video of ", "there is ", "an animation of ")
 _ENDINGS = ("", "", "", ".", " on a black background")
+_IMPOSSIBLE_SHARE = 0.3  # of the captions of rows; see `caption_scenes`
 _EXTRA_WORDS = (
     "and with next to beside of is there video animation an on in black dark background moves slowly towards "
     "the shape shapes two three"
@@ -66,11 +67,13 @@ def noun_phrase(color: str | None, kind: str, direction: str | None, rng: random
 def caption_scenes(
     scenes: Scenes, rng: random.Random, empty_share: float = 0.05, vague_share: float = 0.0
 ) -> list[str]:
-    """One caption a scene: its shapes from left to right, each with or without the direction it has in the first frame.
+    """One caption a scene: its shapes from top to bottom or from left to right, each with or without its direction.
 
-    A share of `empty_share` is empty, so that the model also knows what "no prompt" means. A share of `vague_share` of
-    the phrases says "shape" in place of the kind, so that colour words get to work without a kind they are known with.
-    Tinted shapes are named without a colour.
+    Directions are those of the first frame. A caption of columns states one at least, so that without any the shapes
+    are in rows; one of rows, beside a shape that moves left or right, may send another one up or down, which is not
+    possible and counts for nothing. A share of `empty_share` is empty, so that the model also knows what "no prompt"
+    means. A share of `vague_share` of the phrases says "shape" in place of the kind, so that colour words get to work
+    without a kind they are known with. Tinted shapes are named without a colour.
     """
     colors, kinds, present = scenes.colors.tolist(), scenes.kinds.tolist(), scenes.present.tolist()
     tinted = scenes.tinted.tolist()
@@ -81,15 +84,29 @@ def caption_scenes(
             noun_phrase(
                 None if tinted[row][slot] else COLORS[colors[row][slot]],
                 "shape" if rng.random() < vague_share else KINDS[kinds[row][slot]],
-                direction_word(*motion[slot]) if rng.random() < 0.5 else None,
+                direction,
                 rng,
             )
-            for slot in slots
+            for slot, direction in zip(slots, _stated_directions([motion[slot] for slot in slots], rng), strict=True)
         ]
         ending = rng.choice(_ENDINGS) if len(phrases) < 3 else rng.choice(("", "."))
         text = rng.choice(_OPENINGS) + join(phrases, rng) + ending
         captions.append("" if rng.random() < empty_share else text)
     return captions
+
+
+def _stated_directions(velocities: Sequence[Sequence[float]], rng: random.Random) -> list[str | None]:
+    """Direction words of the shapes of one scene, None where nothing is said; see `caption_scenes`."""
+    words = [direction_word(*velocity) for velocity in velocities]
+    stated = [word if rng.random() < 0.5 else None for word in words]
+    if len(words) == 1:
+        return stated
+    chosen = rng.randrange(len(words))
+    if velocities[0][0] == 0:
+        stated[chosen] = words[chosen]
+    elif rng.random() < _IMPOSSIBLE_SHARE and any(stated[:chosen] + stated[chosen + 1 :]):
+        stated[chosen] = rng.choice(("up", "down"))
+    return stated
 
 
 def other_colors(text: str, rng: random.Random) -> str:

@@ -1,9 +1,10 @@
 """Scenes of one to three coloured shapes, rendered in batches on any device.
 
-Shapes move at constant speed, bounce off the walls and off each other (each reflects about the contact normal and
-keeps its own speed), so they hardly overlap and every colour stays visible. A scene opens with its shapes side by side
-in the order of its caption, so that a first chunk, which has no history to follow, has less to choose from. Lengths
-are pixels, times are frames, colours are RGB in [-1, 1]. `x` grows to the right, `y` grows downwards.
+Shapes move at constant speed and bounce off the walls. Where there are several, each has a lane of its own: rows, in
+which they move left and right, or columns, in which they move up and down, in the order of the caption. So they never
+overlap, every colour stays visible, and the caption alone tells where each of them is to be found, in a first chunk,
+which has no history, and after thousands. All open near the middle of their lanes. A single shape moves freely.
+Lengths are pixels, times are frames, colours are RGB in [-1, 1]. `x` grows to the right, `y` grows downwards.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ HELD_OUT: frozenset[tuple[str, str]] = frozenset({("red", "triangle"), ("blue", 
 
 TINTED_SHARE = 0.25  # of the shapes, in training; see `sample_scenes`
 OPENING_JITTER = 3  # pixels; see `_openings`
-NUMBERS = (0.1, 0.4, 0.5)  # weights of scenes of one, two and three shapes
+ROWS_SHARE = 0.6  # of the scenes of several shapes; a caption without a direction means rows
+NUMBERS = (0.2, 0.35, 0.45)  # weights of scenes of one, two and three shapes
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Scenes:
 
     colors, kinds: (N, S) indices into `COLORS` and `KINDS`; tints: (N, S, 3), what they are painted with, and tinted:
     (N, S) bool, where that is no palette colour; present: (N, S) bool; radius: (N, S) pixels; position: (N, S, 2)
-    pixels; velocity: (N, S, 2) pixels per frame.
+    pixels; velocity: (N, S, 2) pixels per frame, along x in rows, along y in columns.
     """
 
     colors: torch.Tensor
@@ -93,9 +95,9 @@ def sample_scenes(
     number = torch.multinomial(torch.tensor(numbers, device=device), count, replacement=True, generator=generator)
     present = torch.arange(MAX_SHAPES, device=device) <= number[:, None]
     radius = 7 + 2 * uniform(MAX_SHAPES)
-    angle, speed = 2 * torch.pi * uniform(MAX_SHAPES), 0.4 + 0.5 * uniform(MAX_SHAPES)
-    velocity = speed[..., None] * torch.stack([angle.cos(), angle.sin()], dim=-1)
-    position = _openings(radius, present, uniform(MAX_SHAPES, 2))
+    speed = 0.4 + 0.5 * uniform(MAX_SHAPES)
+    velocity = speed[..., None] * _directions(number, uniform(MAX_SHAPES), uniform(1) < ROWS_SHARE)
+    position = _openings(radius, number + 1, velocity, uniform(MAX_SHAPES, 2))
     tints = _OFF + (_ON - _OFF) * uniform(MAX_SHAPES, 3)
     tinted = (uniform(MAX_SHAPES) < tinted_share) & ~_near_held_out(tints, kinds) & (tints.amax(dim=-1) > 0)
     tints = torch.where(tinted[..., None], tints, palette(device)[colors])
@@ -118,8 +120,9 @@ def spoil_one(scenes: Scenes, generator: torch.Generator) -> Scenes:
     """The same scenes with one mistake each, as a model may make it: a shape recoloured, missing, or one too many.
 
     Half of the scenes lose a shape (what long rollouts do most), a tenth gets a further one. The others are recoloured,
-    with a colour from outside the scene and a fitting kind; never a pair that is held out. A scene that is full gets no further shape and a lone shape does not go: these are recoloured, too. Scenes whose
-    chosen shape is tinted stay as they are: their captions could not tell what it has to become.
+    with a colour from outside the scene and a fitting kind; never a pair that is held out. A scene that is full gets no
+    further shape and a lone shape does not go: these are recoloured, too. Scenes whose chosen shape is tinted stay as
+    they are: their captions could not tell what it has to become.
     """
     count, device = len(scenes.colors), generator.device
     number = scenes.present.sum(dim=1, keepdim=True)
@@ -144,17 +147,35 @@ def _recolor(scenes: Scenes, changed: torch.Tensor, generator: torch.Generator) 
     return replace(scenes, colors=colors, kinds=kinds, tints=tints)
 
 
-def _openings(radius: torch.Tensor, present: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """First positions: the shapes side by side in equal columns, each up to `OPENING_JITTER` from the column's centre.
+def _directions(number: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Unit vectors (N, S, 2): any for a single shape (`number` 0), else along the lanes, which are rows or columns.
 
-    uniform: (N, S, 2) in [0, 1]. Returns (N, S, 2) pixels.
+    number: (N,), one less than the shapes; uniform: (N, S) in [0, 1]; rows: (N, 1) bool.
     """
-    columns = present.sum(dim=1, keepdim=True)
-    slot = torch.arange(MAX_SHAPES, device=radius.device) + 0.5
-    centre = torch.stack([SIZE * slot / columns, torch.full_like(radius, SIZE / 2)], dim=-1)
-    room = (SIZE / (2 * columns) - radius).clamp(0, OPENING_JITTER)
-    jitter = torch.stack([room, torch.full_like(radius, OPENING_JITTER)], dim=-1)
-    return centre + (2 * uniform - 1) * jitter
+    angle = 2 * torch.pi * uniform
+    free = torch.stack([angle.cos(), angle.sin()], dim=-1)
+    sign = torch.where(uniform < 0.5, -1.0, 1.0)
+    zero = torch.zeros_like(sign)
+    lanes = torch.where(rows[..., None], torch.stack([sign, zero], dim=-1), torch.stack([zero, sign], dim=-1))
+    return torch.where((number == 0)[:, None, None], free, lanes)
+
+
+def _openings(
+    radius: torch.Tensor, count: torch.Tensor, velocity: torch.Tensor, uniform: torch.Tensor
+) -> torch.Tensor:
+    """First positions: up to `OPENING_JITTER` from the middle of each shape's lane, and inside it.
+
+    count: (N,) shapes; velocity: (N, S, 2), along the lanes; uniform: (N, S, 2) in [0, 1]. Slots beyond `count` get any
+    place. Returns (N, S, 2) pixels.
+    """
+    slot = torch.arange(MAX_SHAPES, device=radius.device)
+    lane = SIZE * (slot + 0.5) / count[:, None]
+    room = (SIZE / (2 * count[:, None]) - radius).clamp(0, OPENING_JITTER)
+    jitter = 2 * uniform - 1
+    along = SIZE / 2 + OPENING_JITTER * jitter[..., 0]
+    across = torch.where(slot < count[:, None], lane + room * jitter[..., 1], 10 + (SIZE - 20) * uniform[..., 1])
+    rows = velocity[..., 1] == 0
+    return torch.stack([torch.where(rows, along, across), torch.where(rows, across, along)], dim=-1)
 
 
 def simulate(scenes: Scenes, num_frames: int) -> torch.Tensor:
@@ -169,24 +190,7 @@ def simulate(scenes: Scenes, num_frames: int) -> torch.Tensor:
         velocity = torch.where(outside, -velocity, velocity)
         position = torch.where(position < low, 2 * low - position, position)
         position = torch.where(position > high, 2 * high - position, position)
-        velocity = _bounce_off_each_other(scenes, position, velocity)
     return torch.stack(track, dim=1)
-
-
-def _bounce_off_each_other(scenes: Scenes, position: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
-    """Reflects the velocity of every shape that moves towards one it touches."""
-    velocities = list(velocity.unbind(dim=1))
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        apart = position[:, j] - position[:, i]
-        distance = torch.linalg.vector_norm(apart, dim=-1)
-        normal = apart / distance.clamp(min=1e-3)[:, None]
-        reach = scenes.radius[:, i] + scenes.radius[:, j]
-        touching = (distance < reach) & scenes.present[:, i] & scenes.present[:, j]
-        for shape, towards in ((i, normal), (j, -normal)):
-            approach = (velocities[shape] * towards).sum(dim=-1)
-            push = torch.where(touching & (approach > 0), 2 * approach, 0.0)
-            velocities[shape] = velocities[shape] - push[:, None] * towards
-    return torch.stack(velocities, dim=1)
 
 
 def render(scenes: Scenes, track: torch.Tensor) -> torch.Tensor:
