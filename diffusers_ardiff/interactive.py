@@ -63,7 +63,6 @@ class InteractiveRequest:
         return {
             "height": self.height,
             "width": self.width,
-            "guided": pipeline.recipe.guidance_scale > 1.0,
             "recache": True,
         }
 

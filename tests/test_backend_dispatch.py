@@ -175,15 +175,16 @@ def test_flash3_split_cuts_dense_keys_only(
     assert calls == (["varlen"] * 5 if fragmented else ["dense"] * 3 + ["dense in 3 parts"] * 2)
 
 
-def test_flash3_split_is_chosen_by_name_only(machine: Machine, calls: Calls) -> None:
-    """And never for a mask, whose segments it would not cut, or with a build that has no such kernels."""
+def test_flash3_split_comes_first_but_not_for_masks(machine: Machine, calls: Calls) -> None:
+    """A mask's segments it would not cut; and there are builds without such kernels."""
     machine.gpu(9, 0)
     machine.use(machine.install_flash3(calls, FORWARD_ONLY_BUILD), flash3.make_split_backend())
-    assert select_backend(FITS).name == "flash3"
-    assert select_backend(FITS, "flash3_split").name == "flash3_split"
+    assert select_backend(FITS).name == "flash3_split"
+    assert select_backend(replace(FITS, needs_mask=True)).name == "flash3"
     with pytest.raises(ValueError, match="flash3_split: honours no piecewise mask"):
         select_backend(replace(FITS, needs_mask=True), "flash3_split")
     machine.install_flash3(calls, FORWARD_ONLY_BUILD | {"FLASHATTENTION_DISABLE_SPLIT": True})
+    assert select_backend(FITS).name == "flash3"
     with pytest.raises(ValueError, match="this build can't split keys"):
         select_backend(FITS, "flash3_split")
 

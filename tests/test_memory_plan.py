@@ -111,6 +111,16 @@ def test_prompts_beside_given_embeddings_have_their_length(pipe: ARDiffusionPipe
         assert measure(stream)["text"] == plan.text_bytes
 
 
+def test_a_recipe_with_guidance_plans_for_its_negative_branch(pipe: ARDiffusionPipeline) -> None:
+    """Plan, pool and warm-up had one branch unless told otherwise, also where the recipe's own guidance needs two."""
+    guiding = pipe.recipe.replace(guidance_scale=2.0)
+    assert pipe.plan_memory(recipe=guiding) == pipe.plan_memory(guided=True) != pipe.plan_memory()
+    assert pipe.plan_memory(recipe=guiding, guided=False) == pipe.plan_memory()
+    pool = pipe.create_cache(recipe=guiding)
+    with pipe.stream(PROMPT, recipe=guiding, cache=pool, output_type="latent") as stream:
+        assert stream.rollout.branch_names == ("positive", "negative")
+
+
 def test_nothing_is_decoded_for_latents(pipe: ARDiffusionPipeline) -> None:
     assert pipe.plan_memory(decode=False).vae_state_bytes == 0 < pipe.plan_memory().vae_state_bytes
     with pipe.stream(PROMPT, output_type="latent") as stream:

@@ -127,7 +127,8 @@ class ARDiffusionPipeline(
             height, width: pixels; None: the recipe's.
             cuda_graphs: count what ``warmup`` with CUDA graphs keeps until ``cooldown``, its pool being the call's.
             merge_commits: whether that warm-up merges commits.
-            **call: ``num_videos``, ``guided``, ``recipe``, ``text_len``, ``decode``, ``cache`` (``CacheOptions``).
+            **call: ``num_videos``, ``guided`` (whether there is a negative branch; default: as the recipe's guidance
+                scale says), ``recipe``, ``text_len``, ``decode``, ``cache`` (``CacheOptions``).
 
         Raises:
             ValueError: bad size.
@@ -150,7 +151,7 @@ class ARDiffusionPipeline(
         *,
         recipe: Recipe | None = None,
         num_videos: int = 1,
-        guided: bool = False,
+        guided: bool | None = None,
         text_len: int | None = None,
         decode: bool = True,
         cache: CacheOptions | KVManager | None = None,
@@ -177,7 +178,7 @@ class ARDiffusionPipeline(
                 height=height // factor,
                 width=width // factor,
             ),
-            guided=guided,
+            guided=recipe.guidance_scale > 1.0 if guided is None else guided,
             text_len=default_text_len(self.tokenizer) if text_len is None else text_len,
             decoding=self.decoding if decode or recipe.encode_first_frame else None,
             options=options,

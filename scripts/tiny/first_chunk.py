@@ -9,22 +9,15 @@ from .teacher_forcing import CHUNK, TOKENS_PER_FRAME, TextToLatents, TrainingCon
 
 HIGH_SHIFT = 8.0  # of the noise levels: what is where is decided at the high ones
 LENGTHS = (3, 3, 3, 3, 3, 3, 2, 1)  # latent frames of a first chunk, drawn evenly
-SHORT = (2, 1)
 NUM_STEPS, RECIPE_SHIFT = 8, 5.0  # of the recipe in `builtin/tiny/model_index.json`
 
 
 class FirstChunks:
     """Flow matching on first chunks alone, and the recipe's sampler for them."""
 
-    def __init__(
-        self,
-        model: TextToLatents,
-        context: TrainingContext,
-        device: torch.device,
-        lengths: Sequence[int] = LENGTHS,
-    ) -> None:
+    def __init__(self, model: TextToLatents, context: TrainingContext, device: torch.device) -> None:
         self.model, self.context = model, context
-        self.lengths = torch.tensor(lengths, device=device)
+        self.lengths = torch.tensor(LENGTHS, device=device)
 
     def loss(self, latents: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Squared error of the velocity on chunks of one to three latent frames; latents: (B, 16, 3, 8, 8)."""

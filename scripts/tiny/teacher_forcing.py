@@ -167,10 +167,8 @@ class TextToLatents(nn.Module):
 class TeacherForcing:
     """The flow-matching loss of a batch, with random partitions, noise levels and start frames."""
 
-    def __init__(self, model: TextToLatents, device: torch.device, *, first_chunks: bool = True) -> None:
-        """first_chunks: whether chunks without a history count; few-step training has another answer for them."""
+    def __init__(self, model: TextToLatents, device: torch.device) -> None:
         self.model = model
-        self.first_chunks = first_chunks
         self.context: TrainingContext = prepare_for_teacher_forcing(model.transformer)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.partitions = Partitions.build(PARTITIONS, device, tokens_per_frame=TOKENS_PER_FRAME, dtype=dtype)
@@ -199,11 +197,7 @@ class TeacherForcing:
         timestep = torch.cat([torch.zeros_like(sigma), 1000 * sigma], dim=1)
         timestep = timestep.repeat_interleave(TOKENS_PER_FRAME, dim=1)
         velocity = self.model(torch.cat([clean, noisy], dim=2), timestep, token_ids)[:, :, latents.shape[2] :]
-        error = (velocity.float() - (noise - latents)).square().mean(dim=(1, 3, 4))
-        if self.first_chunks:
-            return error.mean()
-        counts = chunks > 0
-        return (error * counts).sum() / counts.sum()
+        return (velocity.float() - (noise - latents)).square().mean()
 
     def _clean_noise(self, batch: int, device: torch.device) -> torch.Tensor:
         """The highest noise level on the clean half of each clip: (batch, 1)."""

@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKLWan
 
-from .few_step import FewSteps
-from .first_chunk import LENGTHS, NUM_STEPS, RECIPE_SHIFT, SHORT, FirstChunks, step_sigmas
+from .first_chunk import FirstChunks
 from .latents import EncodeSettings, LatentClips, encode_clips
 from .models import build_text_encoder, build_transformer
 from .probe import probe_first_chunks
@@ -23,8 +22,7 @@ class TransformerSettings:
     """Sizes of the stage.
 
     batch, chunks: clips and first chunks a step; num_clips, num_openings: so many are encoded, in at most
-    `encode_seconds` and `opening_seconds`; encode_batch: clips encoded together. With `few_step` the stage is that of
-    `few_step.FewSteps`: `num_pairs` chunks are solved, `pair_batch` at a time, and `solved` of them go into a step.
+    `encode_seconds` and `opening_seconds`; encode_batch: clips encoded together.
     """
 
     batch: int = 32
@@ -36,10 +34,6 @@ class TransformerSettings:
     opening_seconds: float = 8
     peak_rate: float = 1.5e-3
     compile: bool = True
-    few_step: bool = False
-    num_pairs: int = 16384
-    pair_batch: int = 1024
-    solved: int = 256
 
 
 def train_transformer(
@@ -57,18 +51,11 @@ def train_transformer(
     model = TextToLatents(build_transformer(), build_text_encoder()).to(device)
     resumed = load_state(model.transformer, state / "transformer.safetensors")
     load_state(model.text_encoder, state / "text_encoder.safetensors")
-    teacher_forcing = TeacherForcing(model, device, first_chunks=not settings.few_step)
-    first_chunks = FirstChunks(model, teacher_forcing.context, device, SHORT if settings.few_step else LENGTHS)
-    few_steps = FewSteps(model, teacher_forcing.context, step_sigmas(NUM_STEPS, RECIPE_SHIFT), device)
-    pairs = None
-    if settings.few_step:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            pairs = few_steps.solve(openings, settings.num_pairs, settings.pair_batch, generator)
-        print(f"solved {len(pairs.ends)} first chunks after {budget.elapsed():.0f} s", flush=True)
+    teacher_forcing = TeacherForcing(model, device)
+    first_chunks = FirstChunks(model, teacher_forcing.context, device)
 
     def objective(*batch: torch.Tensor) -> torch.Tensor:
-        loss = teacher_forcing.loss(*batch[:3]) + first_chunks.loss(*batch[3:5])
-        return loss + few_steps.loss(*batch[5:]) if settings.few_step else loss
+        return teacher_forcing.loss(*batch[:3]) + first_chunks.loss(*batch[3:])
 
     if settings.compile:
         model.transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
@@ -76,8 +63,7 @@ def train_transformer(
     next_probe = 1 / PROBES
     while trainer.progress < 1:
         starts, _, start_ids = openings.draw(settings.chunks, generator)
-        solved = () if pairs is None else pairs.draw(settings.solved, generator)
-        trainer.train_step(*clips.draw(settings.batch, generator), starts, start_ids, *solved)
+        trainer.train_step(*clips.draw(settings.batch, generator), starts, start_ids)
         if trainer.progress >= next_probe:
             next_probe += 1 / PROBES
             print("first chunks:", probe_first_chunks(first_chunks, vae), flush=True)

@@ -115,7 +115,10 @@ def test_rows_of_different_length(backend: str, shuffle_seed: int | None) -> Non
 @pytest.mark.skipif("flash3_split" not in BACKENDS, reason="needs FlashAttention 3 with splits")
 @pytest.mark.parametrize(("queries", "heads", "keys"), [(4680, 12, 18720), (1560, 12, 9360), (700, 2, 6000)])
 def test_keys_in_parts(queries: int, heads: int, keys: int) -> None:
-    """As exact as in one part, at sizes where there are several."""
+    """As exact as in one part, at sizes where there are several.
+
+    The limit was half of the other tests' tolerance, below what two roundings to bfloat16 differ by on an H200.
+    """
     torch.manual_seed(0)
     shape = (1, queries, heads, HEAD_DIM)
     count = torch.cuda.get_device_properties(0).multi_processor_count
@@ -126,7 +129,7 @@ def test_keys_in_parts(queries: int, heads: int, keys: int) -> None:
     rows = gpu_rows(branches, queries)
     whole = forward(branches, rows, backend="flash3", commit=False)
     parts = forward(branches, rows, backend="flash3_split", commit=False)
-    assert relative_error(parts, whole) < 5e-3
+    assert relative_error(parts, whole) < TOLERANCE
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
