@@ -240,13 +240,14 @@ class TestRollout:
 class TestDenseRoll:
     """The baseline is only worth its name if it makes the same video."""
 
+    @pytest.mark.parametrize("name", list(commands.BASELINES))
     @pytest.mark.parametrize(("sink", "window", "first"), [(3, 9, None), (0, 6, None), (1, 5, None), (2, 4, 1)])
-    def test_same_latents_as_the_paged_cache(self, sink: int, window: int, first: int | None) -> None:
+    def test_same_latents_as_the_paged_cache(self, sink: int, window: int, first: int | None, name: str) -> None:
         recipe = QUICK.replace(num_sink_frames=sink, num_window_frames=window, first_chunk_frames=first)
         pipe = make_pipeline(recipe)
         settings = RolloutSettings(recipe=recipe, measured_chunks=4, seed=3)
         dense: list[torch.Tensor] = []
-        seconds = measure_dense_roll(pipe, settings, dense.append)
+        seconds = measure_dense_roll(pipe, settings, dense.append, commands.BASELINES[name])
         embeds = random_embeds(pipe, CPU)
         call = {"generator": torch.Generator().manual_seed(3), "output_type": "latent", "recipe": recipe}
         with pipe.stream(prompt_embeds=embeds, **call) as stream:
@@ -271,6 +272,17 @@ class TestDenseRoll:
             (0, 4),
             (2, 4),
         ]
+
+    def test_published_loop_asks_the_device_in_every_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked, item = [], torch.Tensor.item
+        monkeypatch.setattr(torch.Tensor, "item", lambda tensor: asked.append(tensor.dtype) or item(tensor))
+        pipe = make_pipeline(recipe=ONE_STEP)
+        counts = []
+        for layer_type in commands.BASELINES.values():
+            asked.clear()
+            seconds = measure_dense_roll(pipe, RolloutSettings(measured_chunks=2), layer_type=layer_type)
+            counts.append(asked.count(torch.long))
+        assert counts == [0, len(seconds) * 2 * len(pipe.transformer.blocks) * 2]  # a step and the commit, two levels
 
     def test_leaves_the_transformer_as_it_was(self) -> None:
         pipe = make_pipeline(recipe=ONE_STEP)
@@ -357,10 +369,10 @@ def test_rollout_script_warm_against_the_baseline(
     def counted(self: ARDiffusionPipeline, *, compile: bool, **call: Any) -> WarmupReport:
         return plain(self, compile={"backend": counting} if compile else False, **call)
 
-    def noted(pipeline: ARDiffusionPipeline, settings: RolloutSettings) -> list[float]:
+    def noted(pipeline: ARDiffusionPipeline, settings: RolloutSettings, **options: Any) -> list[float]:
         block = pipeline.transformer.blocks[0]
         seen.append((type(block.ffn.net[0]).__name__, block._compiled_call_impl))
-        return dense(pipeline, settings)
+        return dense(pipeline, settings, **options)
 
     monkeypatch.setattr(ARDiffusionPipeline, "warmup", counted)
     monkeypatch.setattr(commands, "measure_dense_roll", noted)

@@ -20,10 +20,11 @@ from ..pipelines import ARDiffusionPipeline
 from ..recipes import load_recipe
 from . import sessions
 from .decode import VARIANTS, DecodeCase, describe_decode, measure_decode
-from .dense_roll import measure_dense_roll
+from .dense_roll import DenseRollAttnProcessor, measure_dense_roll
 from .models import WAN_SHAPES, build_light_decoder, build_pipeline, windowed
 from .peak import peak_so_far, reset_peak
 from .plot import plot_rollout
+from .published_loop import PublishedLoopAttnProcessor
 from .report import describe, window_label
 from .results import Results
 from .rollout import (
@@ -35,6 +36,7 @@ from .rollout import (
 )
 
 DECODERS = ("wan", "light", "none")
+BASELINES = {"dense-roll": DenseRollAttnProcessor, "published-loop": PublishedLoopAttnProcessor}
 KV_DTYPES = DTYPES | {"float8": FLOAT8}
 
 
@@ -59,7 +61,7 @@ def add_rollout_command(commands: Any) -> None:
     parser.add_argument("--graphs", action="store_true", help="replay forwards as CUDA graphs, by pipe.warmup")
     parser.add_argument("--fuse-gelu", action="store_true", help="GELU in the product before it; not in the baseline")
     parser.add_argument("--overlap", action="store_true", help="decode beside the next chunk's denoising")
-    parser.add_argument("--baseline", choices=["dense-roll"], help="time this, eager, in the same run; print ratios")
+    parser.add_argument("--baseline", choices=list(BASELINES), help="time this, eager, in the same run; print ratios")
     parser.add_argument("--backend", help="attention backend (default: chosen)")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of random weights")
     parser.add_argument("--kv-dtype", choices=sorted(KV_DTYPES), help="of keys and values (default: the model's)")
@@ -118,7 +120,7 @@ def run_rollout(options: argparse.Namespace, results: Results) -> None:
     recipe = settings.recipe
     assert recipe is not None
     # First of all: its blocks are the stock ones, launched kernel by kernel.
-    baseline = None if options.baseline is None else run_baseline(pipeline, settings)
+    baseline = None if options.baseline is None else run_baseline(pipeline, settings, options.baseline)
     if options.fuse_gelu:
         fuse_gelu(pipeline.transformer)
     is_warm = options.compile or options.graphs
@@ -169,15 +171,16 @@ def _forwards_label(options: argparse.Namespace) -> str:
     return names + (", GELU fused" if options.fuse_gelu else "")
 
 
-def run_baseline(pipeline: ARDiffusionPipeline, settings: RolloutSettings) -> dict[str, Any]:
+def run_baseline(pipeline: ARDiffusionPipeline, settings: RolloutSettings, name: str) -> dict[str, Any]:
     """Time the dense cache that rolls, once its kernels are loaded."""
-    measure_dense_roll(pipeline, replace(settings, measured_chunks=2, num_frames=None))
+    layer_type = BASELINES[name]
+    measure_dense_roll(pipeline, replace(settings, measured_chunks=2, num_frames=None), layer_type=layer_type)
     gc.collect()
-    seconds = measure_dense_roll(pipeline, settings)
+    seconds = measure_dense_roll(pipeline, settings, layer_type=layer_type)
     recipe = settings.recipe
     assert recipe is not None
     dense = statistics.median(seconds[first_steady_chunk(recipe) :])
-    return {"name": "dense-roll", "chunk_seconds": seconds, "steady_seconds": dense}
+    return {"name": name, "chunk_seconds": seconds, "steady_seconds": dense}
 
 
 def time_transformer(pipeline: ARDiffusionPipeline, settings: RolloutSettings) -> float:
@@ -203,15 +206,15 @@ def measure_alone(pipeline: ARDiffusionPipeline, settings: RolloutSettings) -> d
 
 def compare(baseline: dict[str, Any], ours: float, label: str) -> dict[str, Any]:
     """The baseline with the ratio to ours; prints what is compared with what."""
-    dense = baseline["steady_seconds"]
+    name, dense = baseline["name"], baseline["steady_seconds"]
     print(
-        f"  denoising + commit of a chunk, nothing decoded: dense-roll (stock blocks, eager) {dense:.4f} s, ours "
+        f"  denoising + commit of a chunk, nothing decoded: {name} (stock blocks, eager) {dense:.4f} s, ours "
         f"({label}) {ours:.4f} s: {dense / ours:.2f} x",
         flush=True,
     )
     eager = baseline.get("ours_eager")
     if eager is not None:
-        print(f"  both eager: dense-roll {dense:.4f} s, ours {eager:.4f} s: {dense / eager:.2f} x", flush=True)
+        print(f"  both eager: {name} {dense:.4f} s, ours {eager:.4f} s: {dense / eager:.2f} x", flush=True)
     ratios = {"ratio": dense / ours} | ({} if eager is None else {"ratio_eager": dense / eager})
     return baseline | {"ours": ours} | ratios
 

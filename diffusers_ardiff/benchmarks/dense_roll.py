@@ -2,9 +2,9 @@
 
 This is the usual design, written anew for comparison: one dense tensor of keys and one of values a layer, tokens in the
 order of the video. What does not fit any more is dropped by copying the kept part of the window to the front, in every
-layer, at the first forward of a chunk. It is kinder than most loops of its kind: decisions are made on the host once a
-forward, nothing is read back from the device, the text's keys and rotary angles are computed once, and attention is the
-very kernel that the paged cache runs.
+layer, at the first forward of a chunk. It is kinder than most loops of its kind (``published_loop`` is not): decisions are
+made on the host once a forward, nothing is read back from the device, the text's keys and rotary angles are computed
+once, and attention is the very kernel that the paged cache runs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DenseRollAttnProcessor(HostSettings):
 
     def __init__(self, host_processor: Any, cache: torch.Tensor, sink: int, kernel: BareKernel) -> None:
         super().__init__(host_processor)
-        self.place = (0, 0)
+        self.start, self.place = 0, (0, 0)
         self._cache, self._sink, self._kernel = cache, sink, kernel
 
     def __call__(
@@ -103,12 +103,18 @@ class DenseRollAttnProcessor(HostSettings):
         query = attn.norm_q(query).unflatten(2, (attn.heads, -1))
         key = attn.norm_k(key).unflatten(2, (attn.heads, -1))
         if rotary_emb is not None:
-            query, key = apply_rotary(query, *rotary_emb), apply_rotary(key, *rotary_emb)
+            query, key = self._rotate(query, rotary_emb), self._rotate(key, rotary_emb)
         end = self._write(key, value.unflatten(2, (attn.heads, -1)))
         return project_out(attn, self._kernel(query, self._cache[0, :, :end], self._cache[1, :, :end]))
 
+    def _rotate(self, hidden_states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        return apply_rotary(hidden_states, *rotary)
+
+    def _find_place(self, num_tokens: int) -> tuple[int, int]:
+        return self.place
+
     def _write(self, key: torch.Tensor, value: torch.Tensor) -> int:
-        shift, at = self.place
+        shift, at = self._find_place(key.shape[1])
         if shift:
             # Source and target overlap, so the kept part goes through a copy.
             self._cache[:, :, self._sink : at] = self._cache[:, :, self._sink + shift : at + shift].clone()
@@ -126,6 +132,7 @@ class DenseRollRollout:
         shape: of the latents.
         kernel: dense attention.
         device: where the transformer runs.
+        layer_type: the processor of a layer.
     """
 
     def __init__(
@@ -136,6 +143,7 @@ class DenseRollRollout:
         *,
         kernel: BareKernel,
         device: torch.device,
+        layer_type: type[DenseRollAttnProcessor] = DenseRollAttnProcessor,
     ) -> None:
         self.recipe, self.shape, self.device = recipe, shape, device
         self._attachment, self._transformer = attachment, attachment.transformer
@@ -149,7 +157,7 @@ class DenseRollRollout:
         self._grid = (shape.height // patch[0], shape.width // patch[1])
         dtype = self._transformer.dtype
         self._layers = [
-            DenseRollAttnProcessor(block.attn1.processor, torch.zeros(size, dtype=dtype, device=device), sink, kernel)
+            layer_type(block.attn1.processor, torch.zeros(size, dtype=dtype, device=device), sink, kernel)
             for block in self._transformer.blocks
         ]
         self._stub = torch.zeros(shape.num_videos, 1, self._transformer.config["text_dim"], dtype=dtype, device=device)
@@ -181,9 +189,10 @@ class DenseRollRollout:
         return latents
 
     def _forward(self, latents: torch.Tensor, timestep: float) -> torch.Tensor:
-        place = self._window.place(self._frames * self._tokens, latents.shape[2] * self._tokens)
+        start = self._frames * self._tokens
+        place = self._window.place(start, latents.shape[2] * self._tokens)
         for layer in self._layers:
-            layer.place = place
+            layer.start, layer.place = start, place
         timesteps = torch.full((latents.shape[0],), timestep, device=self.device)
         return self._transformer(
             hidden_states=latents.to(self._stub.dtype),
@@ -216,7 +225,10 @@ class DenseRollRollout:
 
 
 def measure_dense_roll(
-    pipeline: ARDiffusionPipeline, settings: RolloutSettings, on_chunk: Callable[[torch.Tensor], object] | None = None
+    pipeline: ARDiffusionPipeline,
+    settings: RolloutSettings,
+    on_chunk: Callable[[torch.Tensor], object] | None = None,
+    layer_type: type[DenseRollAttnProcessor] = DenseRollAttnProcessor,
 ) -> list[float]:
     """Seconds of each chunk, denoising and commit, of the video that ``measure_rollout`` makes; nothing is decoded.
 
@@ -224,6 +236,7 @@ def measure_dense_roll(
         pipeline: on its device.
         settings: as for ``measure_rollout``.
         on_chunk: called with each chunk's latents.
+        layer_type: the processor of a layer.
 
     Raises:
         ValueError: the attention backend has no dense kernel of its own.
@@ -236,7 +249,7 @@ def measure_dense_roll(
     )
     kernel = dense_kernel(planner.backend_name(), device, transformer.dtype, planner.geometry.head_dim)
     attachment = pipeline.paged_attachment(settings.backend)
-    rollout = DenseRollRollout(attachment, recipe, planner.shape, kernel=kernel, device=device)
+    rollout = DenseRollRollout(attachment, recipe, planner.shape, kernel=kernel, device=device, layer_type=layer_type)
     rollout.set_text(embeds)
     noise = NoiseSource(device=device, generator=torch.Generator(device).manual_seed(settings.seed))
     clock = Clock(device)
