@@ -194,10 +194,8 @@ class _CausalStream:
     def _latent_statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and deviation of the latents; kept, since taking pinned memory may wait for all that the device does."""
         if self._statistics is None or self._statistics[0].device != like.device:
-            mean, std = (
-                upload(torch.tensor(values, dtype=torch.float32), like.device).view(1, -1, 1, 1, 1)
-                for values in (self._vae.config["latents_mean"], self._vae.config["latents_std"])
-            )
+            values = (torch.tensor(self._vae.config[f"latents_{name}"]).float() for name in ("mean", "std"))
+            mean, std = (upload(value, like.device).view(1, -1, 1, 1, 1) for value in values)
             self._statistics = mean, std
         return self._statistics
 
