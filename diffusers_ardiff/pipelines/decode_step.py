@@ -69,8 +69,8 @@ def _state_layout(layout: tuple[str, bool]) -> bool:
 def _apart(entry: torch.Tensor, channels_last: bool) -> torch.Tensor:
     """A copy in the layout of ``canonical``.
 
-    Inductor drops the host's own ``clone()`` of an activation's last two frames where the layout stays: the state is then
-    a view that keeps the whole chunk's activation alive. It does not drop ``copy_``.
+    Inductor drops copies that change no stride, and so the host's own ``clone()`` of an activation's last two frames: the
+    state is then a view that keeps the whole chunk's activation alive. Dense strides differ from those of a part.
     """
     last = torch.channels_last if entry.dim() == 4 else torch.channels_last_3d
     memory_format = last if channels_last else torch.contiguous_format
@@ -123,7 +123,7 @@ class CompiledLightStep:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """As ``LightDecoder.forward``."""
         layout = (weight_layout(self._decoder), self._channels_last)
-        # The past of a video that begins is not made here.
+        # The past of a video that begins was not made here.
         state = tuple(canonical(entry, channels_last=self._channels_last) for entry in state)
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_LAYOUTS):
             pixels, state = self._compiled(self._decoder, canonical(latents), state, layout)
