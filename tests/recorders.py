@@ -1,8 +1,8 @@
-"""Recorders of whole forwards that need no GPU, and warm-ups with them."""
+"""Recorders of whole forwards that need no GPU, warm-ups with them, and compilers that watch compiled code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,3 +44,42 @@ class FunctionRecording:
 
     def replay(self) -> torch.Tensor:
         return self.out.copy_(self.function())
+
+
+class GraphWatch:
+    """A backend of ``torch.compile`` whose graphs, like Inductor's, refuse inputs of other strides than they were made for.
+
+    Args:
+        compiler: (graph, inputs) -> what runs; None: the graph as it is.
+
+    Attributes:
+        outputs: tensors that the last graph gave.
+    """
+
+    def __init__(self, compiler: Callable[..., Callable[..., Any]] | None = None) -> None:
+        self.outputs: list[torch.Tensor] = []
+        self._compiler = compiler
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The compiled graph."""
+        expected = _strides(inputs)
+        run = graph if self._compiler is None else self._compiler(graph, inputs)
+
+        def checked(*arguments: Any) -> Any:
+            found = _strides(arguments)
+            assert found == expected, f"strides {found} in a graph made for {expected}"
+            made = run(*arguments)
+            self.outputs = [tensor for tensor in made if isinstance(tensor, torch.Tensor)]
+            return made
+
+        return checked
+
+
+def _strides(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [value.stride() for value in values if isinstance(value, torch.Tensor)]
+
+
+def copied_state(watch: GraphWatch, state: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of the state tensors that are not, as they are, what the last graph gave."""
+    given = {(tensor.data_ptr(), tensor.stride()) for tensor in watch.outputs}
+    return [tuple(tensor.shape) for tensor in state if (tensor.data_ptr(), tensor.stride()) not in given]

@@ -33,21 +33,52 @@ def decode_step(
 
 
 def _step_with_own_state(
-    decoder: Any, hidden: torch.Tensor, state: tuple[CacheEntry, ...], patch_size: int
+    decoder: Any,
+    hidden: torch.Tensor,
+    state: tuple[CacheEntry, ...],
+    patch_size: int,
+    layout: tuple[str, bool],
 ) -> tuple[torch.Tensor, tuple[CacheEntry, ...]]:
-    """``decode_step`` whose state is copied out of the activations.
+    """``decode_step`` whose state is copied out of the activations, into the layout that the next call takes.
 
-    Inductor drops the host's own ``clone()`` of an activation's last two frames where the layout stays: the state is then
-    a view that keeps the whole chunk's activation alive. It does not drop ``copy_``.
+    Args:
+        layout: ``weight_layout`` of the decoder, and whether the state is channels-last.
     """
+    channels_last = _state_layout(layout)
     pixels, state = decode_step(decoder, hidden, state, patch_size)
-    return pixels, tuple(
-        torch.empty_like(entry).copy_(entry) if isinstance(entry, torch.Tensor) else entry for entry in state
-    )
+    return pixels, tuple(_apart(entry, channels_last) if isinstance(entry, torch.Tensor) else entry for entry in state)
+
+
+def _light_step_with_own_state(
+    decoder: LightDecoder, latents: torch.Tensor, state: tuple[torch.Tensor, ...], layout: tuple[str, bool]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """As ``_step_with_own_state``, for a light decoder."""
+    channels_last = _state_layout(layout)
+    pixels, state = decoder(latents, state)
+    return pixels, tuple(_apart(entry, channels_last) for entry in state)
+
+
+def _state_layout(layout: tuple[str, bool]) -> bool:
+    weights, channels_last = layout
+    # Read, so that the traced code is guarded by it: torch 2.11 looks at no strides of parameters.
+    if not weights:
+        raise ValueError("the layout of a decoder's weights is missing.")
+    return channels_last
+
+
+def _apart(entry: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    """A copy in the layout of ``canonical``.
+
+    Inductor drops copies that change no stride, and so the host's own ``clone()`` of an activation's last two frames: the
+    state is then a view that keeps the whole chunk's activation alive. Dense strides differ from those of a part.
+    """
+    last = torch.channels_last if entry.dim() == 4 else torch.channels_last_3d
+    memory_format = last if channels_last else torch.contiguous_format
+    return torch.empty_like(entry, memory_format=memory_format).copy_(entry)
 
 
 class CompiledStep:
-    """``decode_step`` compiled for the exact shapes it meets: three graphs a layout.
+    """``decode_step`` compiled for the exact shapes and weight layouts it meets: three graphs a layout.
 
     The three are a video's first latent frame, the part after it, and all later chunks of one length. So nothing is
     compiled after the second chunk, or after the third where the first chunk is a single latent frame.
@@ -66,18 +97,15 @@ class CompiledStep:
         self, decoder: Any, hidden: torch.Tensor, state: tuple[CacheEntry, ...], patch_size: int
     ) -> tuple[torch.Tensor, tuple[CacheEntry, ...]]:
         """As ``decode_step``."""
+        layout = (weight_layout(decoder), self._channels_last)
         with traceable(decoder), torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_LAYOUTS):
-            pixels, state = self._compiled(decoder, canonical(hidden), state, patch_size)
-        return pixels, tuple(self._settle(entry) for entry in state)
-
-    def _settle(self, entry: CacheEntry) -> CacheEntry:
-        if not isinstance(entry, torch.Tensor):
-            return entry
-        return canonical(_own(entry), channels_last=self._channels_last)
+            pixels, state = self._compiled(decoder, canonical(hidden), state, patch_size, layout)
+        settled = (_settled(x, self._channels_last) if isinstance(x, torch.Tensor) else x for x in state)
+        return pixels, tuple(settled)
 
 
 class CompiledLightStep:
-    """A light decoder compiled for the exact shapes it meets: one graph a chunk length.
+    """A light decoder compiled for the exact shapes and weight layouts it meets: one graph a chunk length.
 
     Args:
         decoder: the network.
@@ -86,17 +114,25 @@ class CompiledLightStep:
     """
 
     def __init__(self, decoder: LightDecoder, *, channels_last: bool = False, compiler: Any = "inductor") -> None:
+        self._decoder = decoder
         self._channels_last = channels_last
-        self._compiled = torch.compile(decoder.forward, fullgraph=True, dynamic=False, backend=compiler)
+        self._compiled = torch.compile(_light_step_with_own_state, fullgraph=True, dynamic=False, backend=compiler)
 
     def __call__(
         self, latents: torch.Tensor, state: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """As ``LightDecoder.forward``."""
+        layout = (weight_layout(self._decoder), self._channels_last)
+        # The past of a video that begins was not made here.
         state = tuple(canonical(entry, channels_last=self._channels_last) for entry in state)
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_LAYOUTS):
-            pixels, state = self._compiled(canonical(latents), state)
-        return pixels, tuple(_own(entry) for entry in state)
+            pixels, state = self._compiled(self._decoder, canonical(latents), state, layout)
+        return pixels, tuple(_settled(entry, self._channels_last) for entry in state)
+
+
+def _settled(entry: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    """State as the next call takes it. Graphs give it so: this copies nothing, unless a compiler chose otherwise."""
+    return canonical(_own(entry), channels_last=channels_last)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,8 +149,8 @@ def canonical(tensor: torch.Tensor, *, channels_last: bool = False) -> torch.Ten
     """
     if channels_last:
         return canonical(tensor.movedim(1, -1)).movedim(-1, 1)
-    strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim())]
-    return tensor.contiguous().as_strided(tensor.shape, strides)
+    strides = tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.dim()))
+    return tensor if tensor.stride() == strides else tensor.contiguous().as_strided(tensor.shape, strides)
 
 
 def set_conv_layout(module: torch.nn.Module, *, channels_last: bool) -> None:
@@ -127,3 +163,8 @@ def set_conv_layout(module: torch.nn.Module, *, channels_last: bool) -> None:
         for kind, memory_format in formats.items():
             if isinstance(part, kind):
                 part.weight.data = part.weight.data.contiguous(memory_format=memory_format)
+
+
+def weight_layout(module: torch.nn.Module) -> str:
+    """The strides of all parameters, in words that compare fast."""
+    return str([weight.stride() for weight in module.parameters()])

@@ -149,6 +149,7 @@ class _CausalStream:
         """Forget the past and free the state; the next chunk begins a video of any size."""
         self._cache: list[CacheEntry] = [None] * self._vae._cached_conv_counts[self._part]
         self._layout: tuple[tuple[int, ...], torch.dtype] | None = None
+        self._statistics: tuple[torch.Tensor, torch.Tensor] | None = None
         self._num_latent_frames = 0
         self._is_consistent = True
 
@@ -191,11 +192,12 @@ class _CausalStream:
             hook.pre_forward(self._vae)
 
     def _latent_statistics(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, std = (
-            upload(torch.tensor(values, dtype=torch.float32), like.device).view(1, -1, 1, 1, 1)
-            for values in (self._vae.config["latents_mean"], self._vae.config["latents_std"])
-        )
-        return mean, std
+        """Mean and deviation of the latents; kept, since taking pinned memory may wait for all that the device does."""
+        if self._statistics is None or self._statistics[0].device != like.device:
+            values = (torch.tensor(self._vae.config[f"latents_{name}"]).float() for name in ("mean", "std"))
+            mean, std = (upload(value, like.device).view(1, -1, 1, 1, 1) for value in values)
+            self._statistics = mean, std
+        return self._statistics
 
     def check_options(self, batch: int) -> None:
         """Raise NotImplementedError where the VAE's options forbid to stream ``batch`` rows."""
@@ -262,7 +264,7 @@ class VaeDecodeStream(_CausalStream):
         sizes = [1, hidden.shape[2] - 1] if self._num_latent_frames == 0 else [hidden.shape[2]]
         parts = [self._decode_part(part) for part in hidden.split(sizes, dim=2) if part.shape[2]]
         self._is_consistent = True
-        return torch.cat(parts, dim=2)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _decode_part(self, hidden: torch.Tensor) -> torch.Tensor:
         patch_size = self._vae.config["patch_size"] or 1
