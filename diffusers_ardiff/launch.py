@@ -65,12 +65,34 @@ class VisibleKeys:
     rows: tuple[RowLayout, ...]
 
 
+class WritePass:
+    """Tells, in a forward that only writes, which write is the last one: what follows it is computed for nobody.
+
+    By what has been written and not by number, since layers need not run in the order of the pool. A layer that writes
+    again begins another pass, such as that of a recorder that runs a forward twice.
+
+    Args:
+        num_layers: of the pool.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._written: set[int] = set()
+
+    def ends_with(self, layer: int) -> bool:
+        """Count a layer that has just written; whether it was the last one of its pass."""
+        if layer in self._written:
+            self._written.clear()
+        self._written.add(layer)
+        return len(self._written) == self.num_layers
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LaunchPlan:
     """Host-side facts of one forward, for the inside of the opaque op.
 
     They say how to compute it; ``mask`` and ``visible`` say what is visible: None is everything. ``branches`` own the pages,
-    ``scales`` are those of a float8 pool. Two records in it change: the op adds each layer whose rows it has written to
+    ``scales`` are those of a float8 pool, ``write_pass`` is that of a forward that only writes. Two records in it change: the op adds each layer whose rows it has written to
     ``written_layers``, and keeps in ``choices`` which backend serves a request or rows of a signature, so that a forward asks once
     and not once a layer.
     """
@@ -83,6 +105,7 @@ class LaunchPlan:
     visible: VisibleKeys | None = None
     scales: KVScales = UNSCALED
     branches: tuple[Branch, ...] = ()
+    write_pass: WritePass | None = None
     written_layers: set[int] = field(default_factory=set)
     choices: dict[Hashable, Any] = field(default_factory=dict)
 

@@ -82,3 +82,8 @@ def signature_of(
     rows = (inputs.slot_mapping.shape, inputs.seq_lens.shape)
     given = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
     return (plan.backend, softmax_scale, pools, rows, given)
+
+
+def extra_rows(k_act: torch.Tensor | None, v_act: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Those that are given, by the op's names for them."""
+    return {name: tensor for name, tensor in (("k_act", k_act), ("v_act", v_act)) if tensor is not None}

@@ -18,7 +18,7 @@ import torch
 from ..cache.float8 import FLOAT8
 from ..context import LaunchPlan, PagedLayerInputs, find_launch_plan
 from ..rope import Rotary
-from .checks import check_devices, check_query, check_rows, check_tensors, signature_of
+from .checks import check_devices, check_query, check_rows, check_tensors, extra_rows, signature_of
 from .keys import layout_from_tensors, write_rows
 from .library import register_op, without_backward
 from .registry import AttentionBackend, AttentionRequest, Work, select_backend
@@ -89,6 +89,17 @@ def _attend(
     return (out if plan.scales.value == 1.0 else out * plan.scales.value).to(query.dtype)
 
 
+def _attend_after_write(
+    query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, backend: AttentionBackend, softmax_scale: float
+) -> torch.Tensor:
+    layer = int(inputs.layer_index)
+    plan.written_layers.add(layer)
+    if plan.write_pass is not None and plan.write_pass.ends_with(layer):
+        # Whoever asked for a forward that only writes has all of it.
+        return torch.zeros_like(query, memory_format=torch.contiguous_format)
+    return _attend(query, inputs, plan, backend, softmax_scale)
+
+
 def _compute_dtype(query: torch.dtype, pool: torch.dtype) -> torch.dtype:
     """The pool's; values of a float8 pool are exact in any wider dtype, so there it is the query's."""
     if pool != FLOAT8:
@@ -105,11 +116,6 @@ def _admit(
     return _choose(query, inputs, plan)
 
 
-def _extra_rows(k_act: torch.Tensor | None, v_act: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Those that are given, by the op's names for them."""
-    return {name: tensor for name, tensor in (("k_act", k_act), ("v_act", v_act)) if tensor is not None}
-
-
 def _write_attn(
     query: torch.Tensor,
     k_curr: torch.Tensor,
@@ -123,15 +129,14 @@ def _write_attn(
     signature = signature_of(plan, inputs, softmax_scale, query, k_curr, v_curr, k_act, v_act)
     backend = plan.choices.get(signature)
     if backend is None:
-        extra = _extra_rows(k_act, v_act)
+        extra = extra_rows(k_act, v_act)
         check_tensors(inputs.key_pool, softmax_scale, query=query, k_curr=k_curr, v_curr=v_curr, **extra)
     k_new = k_curr if k_act is None else torch.cat([k_curr, k_act], dim=1)
     v_new = v_curr if v_act is None else torch.cat([v_curr, v_act], dim=1)
     if backend is None:
         backend = plan.choices[signature] = _admit(query, k_new, v_new, inputs, plan)
     write_rows(inputs, plan, k_new, v_new)
-    plan.written_layers.add(int(inputs.layer_index))
-    return _attend(query, inputs, plan, backend, softmax_scale)
+    return _attend_after_write(query, inputs, plan, backend, softmax_scale)
 
 
 def _write_attn_fake(
@@ -144,7 +149,7 @@ def _write_attn_fake(
     *arguments: object,
 ) -> torch.Tensor:
     # Tensors on the meta device come here and not to the op.
-    check_devices(key_pool, query=query, k_curr=k_curr, v_curr=v_curr, **_extra_rows(k_act, v_act))
+    check_devices(key_pool, query=query, k_curr=k_curr, v_curr=v_curr, **extra_rows(k_act, v_act))
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
@@ -190,8 +195,7 @@ def _norm_rope_write_attn(
         _check_fused(states, inputs, (cos, sin), norm, softmax_scale)
         backend = plan.choices[signature] = _admit(*states, inputs, plan)
     rotated = _rope_write()(inputs, states, (cos, sin), norm, plan.scales)
-    plan.written_layers.add(int(inputs.layer_index))
-    return _attend(rotated, inputs, plan, backend, softmax_scale)
+    return _attend_after_write(rotated, inputs, plan, backend, softmax_scale)
 
 
 @cache
