@@ -72,9 +72,13 @@ class PagedAttachment:
         """Whether the processors are in the transformer now."""
         return self._attached
 
-    @cached_property
+    @property
     def geometry(self) -> TransformerGeometry:
         """Layers, heads, head size and patch of the transformer."""
+        return self._geometry
+
+    @cached_property
+    def _geometry(self) -> TransformerGeometry:
         return self.family.geometry(self.transformer)
 
     def make_rope(self, **options: Any) -> RopeFunction:
