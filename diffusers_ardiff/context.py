@@ -92,6 +92,7 @@ class PagedForwardContext:
             self.mask = build_paged_mask(full_attn_spans, self.spans, geometry, device=self.storage.device)
         self.max_past_tokens = _checked_past(max_past_tokens, self.mask)
         self._backend = backend
+        self._only_writes = False
         self._plans: list[LaunchPlan] = []
         self._parts: list[list[PagedLayerInputs]] = []
         self._written_layers: list[set[int]] = [set()]
@@ -118,6 +119,20 @@ class PagedForwardContext:
         """Layers of the pool that this forward has written nothing into so far."""
         written = set.intersection(*self._written_layers)
         return tuple(layer for layer in range(self.storage.shape.num_layers) if layer not in written)
+
+    def write_only(self) -> PagedForwardContext:
+        """Say, before ``prepare``, that nobody reads the transformer's output, as after the clean forward of a chunk.
+
+        Once the last layer has written its keys and values its attention is left out, and returns zeros, so the output
+        means nothing. What is written is the same. Returns itself.
+
+        Raises:
+            RuntimeError: prepared already, or the forward merges two chunks.
+        """
+        if self.is_prepared:
+            raise RuntimeError("write_only() comes before prepare(): call it on the context that you have just made.")
+        self._only_writes = True
+        return self
 
     def use_backend(self, name: str) -> None:
         """Compute with the attention backend of that name from now on.
@@ -200,6 +215,7 @@ class PagedForwardContext:
                 mask=self.mask,
                 max_past=self.max_past_tokens,
                 written_layers=written,
+                only_writes=self._only_writes,
             )
             self._plans.append(plan)
             self._parts.append(inputs)

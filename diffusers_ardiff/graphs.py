@@ -18,6 +18,7 @@ import torch
 from .cache import KVStorage, TextKV
 from .context import LaunchPlan, PagedForwardContext, PagedLayerInputs, find_launch_plan, register_launch_plan
 from .gelu import LinearGelu
+from .launch import WritePass
 from .recording import Recorder
 from .rope import Rotary
 
@@ -85,13 +86,15 @@ class CompiledShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphKey:
-    """What a captured forward fixes: where its rows lie, how many keys they read, and every shape."""
+    """What a captured forward fixes: where its rows lie, how many keys they read, every shape, and whether it attends to
+    the end."""
 
     base_slots: tuple[int, ...]
     seq_lens: tuple[int, ...]
     num_tokens: int
     backend: str | None
     shape: tuple[Any, ...]
+    only_writes: bool = False
 
 
 def graph_key(call: ForwardCall) -> GraphKey | None:
@@ -115,6 +118,7 @@ def graph_key(call: ForwardCall) -> GraphKey | None:
         num_tokens=context.num_tokens,
         backend=plans[0].backend,
         shape=call.shape,
+        only_writes=plans[0].write_pass is not None,
     )
 
 
@@ -138,7 +142,8 @@ class FixedForward:
             plan = plan_of(part)
             # No written ranges: those of the captured forward are not those of a replay.
             rows = tuple(replace(row, written_ranges=(), staging_row=None, staging_key=None) for row in plan.rows)
-            fixed = replace(plan, rows=rows, staging=None, branches=(), written_layers=set())
+            write_pass = None if plan.write_pass is None else WritePass(plan.write_pass.num_layers)
+            fixed = replace(plan, rows=rows, staging=None, branches=(), written_layers=set(), write_pass=write_pass)
             launch, first = register_launch_plan(fixed), part[0]
             shared = {
                 "slot_mapping": first.slot_mapping.clone(),
@@ -280,6 +285,9 @@ class GraphSet:
     def replay(self, key: GraphKey, call: ForwardCall) -> torch.Tensor | None:
         """The output of a forward whose key was captured; None where it was not."""
         captured = self._captured.get(key)
+        if captured is None and not self.recording:
+            # One that attends to the end writes the same.
+            captured = self._captured.get(replace(key, only_writes=False))
         if captured is None:
             return None
         self.num_replays += 1

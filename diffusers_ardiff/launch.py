@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,23 @@ class RowLayout:
     written_ranges: tuple[range, ...] = ()
 
 
+class StridedRows(NamedTuple):
+    """Rows of a pool that one strided view shows: ``num_rows`` of ``num_keys`` keys, the first at ``base``, in pool rows."""
+
+    base: int
+    num_rows: int
+    stride: int
+    num_keys: int
+
+    @classmethod
+    def at(cls, bases: Sequence[int], num_keys: int) -> StridedRows | None:
+        """Rows that begin at ``bases``; None where no view shows them in their order."""
+        strides = {after - before for before, after in itertools.pairwise(bases)}
+        if len(strides) > 1 or any(stride <= 0 for stride in strides):
+            return None
+        return cls(bases[0], len(bases), strides.pop() if strides else num_keys, num_keys)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VisibleKeys:
     """Where the keys lie that a forward sees, where it does not see all that is stored; and a pool of them alone.
@@ -47,14 +65,36 @@ class VisibleKeys:
     rows: tuple[RowLayout, ...]
 
 
+class WritePass:
+    """Tells, in a forward that only writes, which write is the last one: what follows it is computed for nobody.
+
+    By what has been written and not by number, since layers need not run in the order of the pool. A layer that writes
+    again begins another pass, such as that of a recorder that runs a forward twice.
+
+    Args:
+        num_layers: of the pool.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._written: set[int] = set()
+
+    def ends_with(self, layer: int) -> bool:
+        """Count a layer that has just written; whether it was the last one of its pass."""
+        if layer in self._written:
+            self._written.clear()
+        self._written.add(layer)
+        return len(self._written) == self.num_layers
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LaunchPlan:
     """Host-side facts of one forward, for the inside of the opaque op.
 
     They say how to compute it; ``mask`` and ``visible`` say what is visible: None is everything. ``branches`` own the pages,
-    ``scales`` are those of a float8 pool. Two records in it change: the op adds each layer whose rows it has written to
-    ``written_layers``, and keeps in ``choices`` which backend serves a request, so that a forward asks once and not once a
-    layer.
+    ``scales`` are those of a float8 pool, ``write_pass`` is that of a forward that only writes. Two records in it change: the op adds each layer whose rows it has written to
+    ``written_layers``, and keeps in ``choices`` which backend serves a request or rows of a signature, so that a forward asks once
+    and not once a layer.
     """
 
     page_size: int
@@ -65,8 +105,22 @@ class LaunchPlan:
     visible: VisibleKeys | None = None
     scales: KVScales = UNSCALED
     branches: tuple[Branch, ...] = ()
+    write_pass: WritePass | None = None
     written_layers: set[int] = field(default_factory=set)
     choices: dict[Hashable, Any] = field(default_factory=dict)
+
+    @cached_property
+    def strided_rows(self) -> StridedRows | None:
+        """Where the rows' keys lie in the pool, if they are as many in each and at one stride; None: they are not."""
+        bases = [row.base_slot for row in self.rows if row.base_slot is not None]
+        if len(bases) < len(self.rows) or len({row.seq_len for row in self.rows}) != 1:
+            return None
+        return StridedRows.at(bases, self.rows[0].seq_len)
+
+    @cached_property
+    def is_staged(self) -> bool:
+        """Whether a row has a place in the staging pools."""
+        return self.staging is not None and any(row.staging_row is not None for row in self.rows)
 
 
 _plans: weakref.WeakValueDictionary[int, LaunchPlan] = weakref.WeakValueDictionary()

@@ -10,7 +10,7 @@ import torch
 from .cache.branch import Branch
 from .cache.layout import ForwardSpan
 from .cache.storage import KVStorage
-from .launch import LaunchPlan, RowLayout, VisibleKeys, register_launch_plan
+from .launch import LaunchPlan, RowLayout, VisibleKeys, WritePass, register_launch_plan
 from .masks import PagedMask
 from .transfer import upload
 
@@ -68,6 +68,7 @@ def build_layer_inputs(
     mask: PagedMask | None,
     max_past: int | None,
     written_layers: set[int],
+    only_writes: bool = False,
 ) -> tuple[LaunchPlan, list[PagedLayerInputs]]:
     """The launch plan of one forward and the tensors of every layer, copied to the pool's device without waiting."""
     storage = branches[0].storage
@@ -81,6 +82,7 @@ def build_layer_inputs(
         scales=storage.scales,
         branches=tuple(branches),
         written_layers=written_layers,
+        write_pass=WritePass(storage.shape.num_layers) if only_writes else None,
     )
     slots = torch.stack(
         [

@@ -57,6 +57,14 @@ class MergedForwardContext(PagedForwardContext):
         """One layer's inputs of both halves as ``MergedLayerInputs``."""
         return MergedLayerInputs(*parts)
 
+    def write_only(self) -> PagedForwardContext:
+        """Refused: the second half is read.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("a merged forward denoises its second chunk, so its output is read.")
+
     def mark_committed(self) -> None:
         """Refused: a merged forward commits its first rows itself.
 

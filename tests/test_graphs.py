@@ -112,7 +112,7 @@ class TestReplay:
         """Both branches have graphs of their own, and the text of each row is its own."""
         pipe = make_pipeline(QUICK)
         report = warm_up(pipe, num_videos=2, guided=True)
-        assert report.num_graphs == 2 * FILL_LEVELS
+        assert report.num_graphs == 2 * 2 * FILL_LEVELS
         call = {"prompt_embeds": random_embeds(1, rows=2), "negative_prompt_embeds": NEW, "guidance_scale": 3.0}
         with stream_of(pipe, **call) as stream, stream_of(make_pipeline(QUICK), **call) as plain:
             assert torch.equal(take(stream, 4), take(plain, 4))
@@ -136,7 +136,7 @@ class TestReplay:
     def test_full_history_has_a_graph_for_every_length(self) -> None:
         recipe = RECIPE.replace(num_window_frames=None, num_sink_frames=0, max_latent_frames=9)
         pipe = make_pipeline(recipe)
-        assert warm_up(pipe).num_graphs == 3
+        assert warm_up(pipe).num_graphs == 2 * 3
         with stream_of(pipe) as stream, stream_of(make_pipeline(recipe)) as plain:
             assert torch.equal(take(stream, 3), take(plain, 3))
         assert replays(pipe) == 4 * 3 + 2
@@ -150,10 +150,10 @@ class TestWarmup:
             with stream_of(pipe) as stream:
                 take(stream, 1)
             assert len(pools) == 1, "the stream lives in the warm pool"
-        assert report.num_graphs == recorder.num_recorded == FILL_LEVELS
+        assert report.num_graphs == recorder.num_recorded == 2 * FILL_LEVELS
         assert len(report.chunk_seconds) == 3 and report.num_compiled_shapes == 0
         assert report.pool_bytes == pipe._warm.manager.storage.num_bytes
-        assert "2 forwards captured" in str(report)
+        assert "4 forwards captured" in str(report)
 
     def test_another_resolution_runs_plainly_and_captures_anew(self) -> None:
         pipe = make_pipeline(QUICK)
@@ -176,7 +176,7 @@ class TestWarmup:
             expected = take(stream, 5)
         assert replays(pipe) == 0
         report = warm_up(pipe, recipe=recipe)
-        assert report.num_graphs == 3, "3, 6 and 9 frames of keys"
+        assert report.num_graphs == 2 * 3, "3, 6 and 9 frames of keys, commits apart"
         with stream_of(pipe, recipe=recipe) as stream:
             assert torch.equal(take(stream, 5), expected)
         assert replays(pipe) == 5 * 3 - 1
@@ -300,8 +300,8 @@ class TestRefusals:
 def recache_pipe() -> ARDiffusionPipeline:
     pipe = make_pipeline(QUICK)
     report = warm_up(pipe, recache=True)
-    # At 3 frames it has the shape and length of the first chunk; then 6 frames, and the window of 5 ever after.
-    assert report.num_graphs == FILL_LEVELS + 2
+    # At 3 frames it has the shape and length of the first commit; then 6 frames, and the window of 5 ever after.
+    assert report.num_graphs == 2 * FILL_LEVELS + 2
     return pipe
 
 
@@ -333,7 +333,7 @@ class TestRecache:
 
     def test_both_branches(self) -> None:
         pipe = make_pipeline(QUICK)
-        assert warm_up(pipe, guided=True, recache=True).num_graphs == 2 * (FILL_LEVELS + 2)
+        assert warm_up(pipe, guided=True, recache=True).num_graphs == 2 * (2 * FILL_LEVELS + 2)
         call = {"negative_prompt_embeds": NEW, "guidance_scale": 3.0}
         with stream_of(pipe, **call) as stream, stream_of(make_pipeline(QUICK), **call) as plain:
             for one in (stream, plain):

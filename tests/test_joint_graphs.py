@@ -179,7 +179,7 @@ class TestReplay:
 
     def test_guidance(self) -> None:
         pipe = make_pipeline(QUICK)
-        assert warm_up(pipe, guided=True).num_graphs == 3 * 2 * FILL_LEVELS
+        assert warm_up(pipe, guided=True).num_graphs == 5 * 2 * FILL_LEVELS
         warm, plain = both(pipe, guidance_scale=3.0, negative_prompt_embeds=THIRD)
         assert_same_rounds(warm, plain, 4)
         assert replays(pipe) == 2 * (2 * 4 + 3)
@@ -189,7 +189,7 @@ class TestReplay:
     def test_only_all_of_them_together(self, count: int, num_replays: int) -> None:
         """Of three streams, each alone and all three were captured; two of them are launched."""
         pipe = make_pipeline(QUICK)
-        assert warm_up(pipe, 3).num_graphs == 4 * FILL_LEVELS
+        assert warm_up(pipe, 3).num_graphs == 7 * FILL_LEVELS
         warm, plain = both(pipe, count=count)
         assert_same_rounds(warm, plain, 3)
         assert replays(pipe) == num_replays
@@ -209,7 +209,7 @@ class TestReplay:
     def test_full_history(self) -> None:
         recipe = QUICK.replace(num_window_frames=None, num_sink_frames=0, max_latent_frames=9)
         pipe = make_pipeline(recipe)
-        assert warm_up(pipe).num_graphs == 3 * 3
+        assert warm_up(pipe).num_graphs == 5 * 3
         warm, plain = both(pipe, recipe)
         assert_same_rounds(warm, plain, 3)
         assert replays(pipe) == 2 * 3 + 2
@@ -221,7 +221,8 @@ class TestWarmup:
         pipe = make_pipeline(QUICK)
         with record_pools() as pools:
             report = warm_up(pipe)
-            assert report.num_graphs == 3 * FILL_LEVELS
+            # Each alone, its commits apart; together, commits run as forwards that attend to the end.
+            assert report.num_graphs == 5 * FILL_LEVELS
             # Alone with commit: 3 chunks each; together one more.
             assert len(report.chunk_seconds) == 3 + 3 + 4
             assert report.pool_bytes == 2 * pipe.create_cache().storage.num_bytes

@@ -11,7 +11,7 @@ from rollouts import Rows, forward, make_manager, pool_bytes, random_rows
 from torch.testing import assert_close
 
 from diffusers_ardiff.attention import AttentionRequest, op, paged_attention, paged_write_attn
-from diffusers_ardiff.context import PagedForwardContext
+from diffusers_ardiff.context import PagedForwardContext, PagedLayerInputs
 
 SCHEMAS = {
     "paged_write_attn": (
@@ -99,6 +99,36 @@ def test_import_again_is_safe() -> None:
     again = importlib.reload(op)
     assert torch.equal(again.paged_write_attn(context.layer_inputs(0), *rows), before)
     assert torch.equal(paged_write_attn(context.layer_inputs(0), *rows), before)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_no_backward_is_an_error(fullgraph: bool) -> None:
+    """The op runs with gradients on, as in a loop without ``no_grad``; only asking for them raises."""
+    context = prepared()
+    query, keys, values = (tensor.requires_grad_() for tensor in random_rows(context.branches, 24))
+    out = paged_write_attn(context.layer_inputs(0), query, keys, values)
+    assert out.requires_grad and not context.storage.key_pools[0].requires_grad
+    with pytest.raises(RuntimeError, match="have no backward"):
+        out.sum().backward()
+    compiled = torch.compile(paged_write_attn, backend="aot_eager", fullgraph=fullgraph)
+    with pytest.raises(RuntimeError):
+        compiled(context.layer_inputs(0), query, keys, values).sum().backward()
+
+
+def test_the_compiler_does_not_look_into_the_op() -> None:
+    """Called by a frame that the compiler had given up, the op was taken for one more function to compile."""
+    context = prepared()
+    rows = random_rows(context.branches, 24)
+
+    def broken(inputs: PagedLayerInputs, *rows: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return paged_write_attn(inputs, *rows)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        torch.compile(broken, backend="aot_eager")(context.layer_inputs(0), *rows)
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 1
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------

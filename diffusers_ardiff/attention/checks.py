@@ -1,8 +1,9 @@
-"""What the ops refuse before anything is written."""
+"""What the ops refuse before anything is written, and by what they know rows again that they let through."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 
@@ -70,3 +71,19 @@ def check_rows(query: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, in
             f"the forward context writes {expected[:2]} rows of {heads}, got query {tuple(query.shape)}, keys "
             f"{tuple(k_new.shape)} and values {tuple(v_new.shape)} (extra rows included)."
         )
+
+
+def signature_of(
+    plan: LaunchPlan, inputs: PagedLayerInputs, softmax_scale: float, *tensors: torch.Tensor | None
+) -> Hashable:
+    """All that the checks of an op read beside the plan itself."""
+    keys, values = inputs.key_pool, inputs.value_pool
+    pools = (keys.shape, keys.stride(), keys.dtype, keys.device, values.shape, values.stride())
+    rows = (inputs.slot_mapping.shape, inputs.seq_lens.shape)
+    given = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in tensors)
+    return (plan.backend, softmax_scale, pools, rows, given)
+
+
+def extra_rows(k_act: torch.Tensor | None, v_act: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Those that are given, by the op's names for them."""
+    return {name: tensor for name, tensor in (("k_act", k_act), ("v_act", v_act)) if tensor is not None}

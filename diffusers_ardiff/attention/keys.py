@@ -5,12 +5,11 @@ Shapes: R rows, L queries, N keys, H heads, D head size.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
 from ..cache.float8 import as_bytes, store_as, take_rows
 from ..context import LaunchPlan, PagedLayerInputs, RowLayout
+from ..launch import StridedRows
 
 
 def gather_slots(block_table: torch.Tensor, page_size: int, num_keys: int) -> torch.Tensor:
@@ -30,13 +29,12 @@ def write_rows(inputs: PagedLayerInputs, plan: LaunchPlan, keys: torch.Tensor, v
     row = plan.rows[0]
     is_captured = keys.is_cuda and torch.cuda.is_current_stream_capturing()
     if len(plan.rows) == 1 and row.base_slot is not None and row.written_ranges and not is_captured:
-        done = 0
+        done, keys, values = 0, keys[0], values[0]
         for part in row.written_ranges:
-            target = slice(row.base_slot + part.start, row.base_slot + part.stop)
-            source = slice(done, done + len(part))
-            inputs.key_pool[target].copy_(keys[0, source])
-            inputs.value_pool[target].copy_(values[0, source])
-            done += len(part)
+            count, first = len(part), row.base_slot + part.start
+            inputs.key_pool.narrow(0, first, count).copy_(keys.narrow(0, done, count))
+            inputs.value_pool.narrow(0, first, count).copy_(values.narrow(0, done, count))
+            done += count
         return
     slots = inputs.slot_mapping.flatten()
     as_bytes(inputs.key_pool).index_copy_(0, slots, as_bytes(keys).flatten(0, 1))
@@ -48,29 +46,20 @@ def dense_view(inputs: PagedLayerInputs, plan: LaunchPlan) -> tuple[torch.Tensor
 
     Rows are views of the pool itself, or of the staging pools once a fragmented window was staged there.
     """
-    rows = plan.rows
-    if len({row.seq_len for row in rows}) != 1:
-        return None
-    if all(row.base_slot is not None for row in rows):
-        return _strided(inputs.key_pool, inputs.value_pool, [row.base_slot or 0 for row in rows], rows[0].seq_len)
-    staging = plan.staging
-    if staging is None or any(row.staging_row is None for row in rows):
+    rows, staging = plan.rows, plan.staging
+    if plan.strided_rows is not None:
+        return _strided(inputs.key_pool, inputs.value_pool, plan.strided_rows)
+    if staging is None or any(row.staging_row is None for row in rows) or len({row.seq_len for row in rows}) != 1:
         return None
     layer = int(inputs.layer_index)
-    bases = [(row.staging_row or 0) * staging.row_len for row in rows]
-    return _strided(staging.key_pools[layer], staging.value_pools[layer], bases, rows[0].seq_len)
+    place = StridedRows.at([(row.staging_row or 0) * staging.row_len for row in rows], rows[0].seq_len)
+    return None if place is None else _strided(staging.key_pools[layer], staging.value_pools[layer], place)
 
 
-def _strided(
-    keys: torch.Tensor, values: torch.Tensor, bases: list[int], num_keys: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    strides = {after - before for before, after in itertools.pairwise(bases)}
-    if len(strides) > 1 or any(stride <= 0 for stride in strides):
-        return None
-    row_stride = strides.pop() if strides else num_keys
-    size = (len(bases), num_keys, *keys.shape[1:])
-    stride = (row_stride * keys.stride(0), *keys.stride())
-    offset = bases[0] * keys.stride(0)
+def _strided(keys: torch.Tensor, values: torch.Tensor, place: StridedRows) -> tuple[torch.Tensor, torch.Tensor]:
+    strides = keys.stride()
+    size, stride = (place.num_rows, place.num_keys, *keys.shape[1:]), (place.stride * strides[0], *strides)
+    offset = place.base * strides[0]
     return (
         keys.as_strided(size, stride, keys.storage_offset() + offset),
         values.as_strided(size, stride, values.storage_offset() + offset),
@@ -83,7 +72,7 @@ def stage_rows(inputs: PagedLayerInputs, plan: LaunchPlan) -> None:
     A window is gathered whole when its history is new to the staging row, else only the current rows are copied.
     """
     staging = plan.staging
-    if staging is None:
+    if staging is None or not plan.is_staged:
         return
     layer = int(inputs.layer_index)
     held = staging.held[layer]
@@ -110,6 +99,8 @@ def stage_rows(inputs: PagedLayerInputs, plan: LaunchPlan) -> None:
 def staged_view(inputs: PagedLayerInputs, plan: LaunchPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
     """``dense_view`` (R, N, H, D), after staging fragmented rows where that yields one; None where nothing does."""
     rows = plan.rows
+    if plan.strided_rows is not None and not plan.is_staged:
+        return dense_view(inputs, plan)
     if len({row.seq_len for row in rows}) != 1 or len({row.staging_row is None for row in rows}) != 1:
         return None
     stage_rows(inputs, plan)

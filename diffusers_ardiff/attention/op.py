@@ -3,21 +3,24 @@
 ``paged_norm_rope_write_attn`` is the same with norm and rotation in the kernel that writes. The schemas mutate exactly
 the two pools. What varies between forwards is a tensor's value, never a Python number.
 
-The ops look up host-side facts of their forward by a handle, so nothing that replays kernels may record them: their tag
-makes Inductor (``mode="reduce-overhead"``) cut its CUDA graphs around them instead of giving them up.
+Rows are checked, and their backend chosen, once a forward: layers of the same shapes are admitted by their signature.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import cast
 
 import torch
 
 from ..cache.float8 import FLOAT8
 from ..context import LaunchPlan, PagedLayerInputs, find_launch_plan
 from ..rope import Rotary
-from .checks import check_devices, check_query, check_rows, check_tensors
+from .checks import check_devices, check_query, check_rows, check_tensors, extra_rows, signature_of
 from .keys import layout_from_tensors, write_rows
+from .library import register_op, without_backward
 from .registry import AttentionBackend, AttentionRequest, Work, select_backend
 from .visible import gather_visible, visible_plan
 from .writing import FUSED_DTYPES, QKNorm, fused_write_refusals
@@ -38,7 +41,6 @@ ATTN_SCHEMA = (
     "(Tensor query, Tensor key_pool, Tensor value_pool, Tensor block_table, Tensor seq_lens, Tensor layer_index, "
     "Tensor launch, float softmax_scale) -> Tensor"
 )
-TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 def _work_of(plan: LaunchPlan) -> Work:
@@ -72,16 +74,30 @@ def _plan_of(inputs: PagedLayerInputs) -> LaunchPlan:
 def _attend(
     query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, backend: AttentionBackend, softmax_scale: float
 ) -> torch.Tensor:
-    inputs, plan = gather_visible(inputs, plan), visible_plan(plan)
+    if plan.visible is not None:
+        inputs, plan = gather_visible(inputs, plan), visible_plan(plan)
     rows = query.to(_compute_dtype(query.dtype, inputs.key_pool.dtype))
     # Here, so that backends see stored values only: scores are linear in K, the output is linear in V.
     softmax_scale = softmax_scale * plan.scales.key
-    num_masked = rows.shape[1] if plan.mask is None else plan.mask.num_tokens
-    out = backend.attend(rows[:, :num_masked], inputs, plan, softmax_scale)
-    if num_masked < rows.shape[1]:
+    if plan.mask is None or plan.mask.num_tokens >= rows.shape[1]:
+        out = backend.attend(rows, inputs, plan, softmax_scale)
+    else:
+        num_masked = plan.mask.num_tokens
+        masked = backend.attend(rows[:, :num_masked], inputs, plan, softmax_scale)
         extra = backend.attend(rows[:, num_masked:], inputs, replace(plan, mask=None), softmax_scale)
-        out = torch.cat([out, extra], dim=1)
+        out = torch.cat([masked, extra], dim=1)
     return (out if plan.scales.value == 1.0 else out * plan.scales.value).to(query.dtype)
+
+
+def _attend_after_write(
+    query: torch.Tensor, inputs: PagedLayerInputs, plan: LaunchPlan, backend: AttentionBackend, softmax_scale: float
+) -> torch.Tensor:
+    layer = int(inputs.layer_index)
+    plan.written_layers.add(layer)
+    if plan.write_pass is not None and plan.write_pass.ends_with(layer):
+        # Whoever asked for a forward that only writes has all of it.
+        return torch.zeros_like(query, memory_format=torch.contiguous_format)
+    return _attend(query, inputs, plan, backend, softmax_scale)
 
 
 def _compute_dtype(query: torch.dtype, pool: torch.dtype) -> torch.dtype:
@@ -100,41 +116,29 @@ def _admit(
     return _choose(query, inputs, plan)
 
 
-def _extra_rows(k_act: torch.Tensor | None, v_act: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Those that are given, by the op's names for them."""
-    return {name: tensor for name, tensor in (("k_act", k_act), ("v_act", v_act)) if tensor is not None}
-
-
-@torch.library.custom_op(
-    "diffusers_ardiff::paged_write_attn", mutates_args=("key_pool", "value_pool"), schema=WRITE_ATTN_SCHEMA, tags=TAGS
-)
-def _write_attn_op(
+def _write_attn(
     query: torch.Tensor,
     k_curr: torch.Tensor,
     v_curr: torch.Tensor,
     k_act: torch.Tensor | None,
     v_act: torch.Tensor | None,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    layer_index: torch.Tensor,
-    launch: torch.Tensor,
-    softmax_scale: float,
+    *arguments: object,
 ) -> torch.Tensor:
-    inputs = PagedLayerInputs(key_pool, value_pool, slot_mapping, block_table, seq_lens, layer_index, launch)
+    inputs, softmax_scale = PagedLayerInputs._make(arguments[:-1]), cast(float, arguments[-1])
     plan = _plan_of(inputs)
-    check_tensors(key_pool, softmax_scale, query=query, k_curr=k_curr, v_curr=v_curr, **_extra_rows(k_act, v_act))
+    signature = signature_of(plan, inputs, softmax_scale, query, k_curr, v_curr, k_act, v_act)
+    backend = plan.choices.get(signature)
+    if backend is None:
+        extra = extra_rows(k_act, v_act)
+        check_tensors(inputs.key_pool, softmax_scale, query=query, k_curr=k_curr, v_curr=v_curr, **extra)
     k_new = k_curr if k_act is None else torch.cat([k_curr, k_act], dim=1)
     v_new = v_curr if v_act is None else torch.cat([v_curr, v_act], dim=1)
-    backend = _admit(query, k_new, v_new, inputs, plan)
+    if backend is None:
+        backend = plan.choices[signature] = _admit(query, k_new, v_new, inputs, plan)
     write_rows(inputs, plan, k_new, v_new)
-    plan.written_layers.add(int(layer_index))
-    return _attend(query, inputs, plan, backend, softmax_scale)
+    return _attend_after_write(query, inputs, plan, backend, softmax_scale)
 
 
-@_write_attn_op.register_fake
 def _write_attn_fake(
     query: torch.Tensor,
     k_curr: torch.Tensor,
@@ -142,20 +146,37 @@ def _write_attn_fake(
     k_act: torch.Tensor | None,
     v_act: torch.Tensor | None,
     key_pool: torch.Tensor,
-    *args: object,
+    *arguments: object,
 ) -> torch.Tensor:
     # Tensors on the meta device come here and not to the op.
-    check_devices(key_pool, query=query, k_curr=k_curr, v_curr=v_curr, **_extra_rows(k_act, v_act))
+    check_devices(key_pool, query=query, k_curr=k_curr, v_curr=v_curr, **extra_rows(k_act, v_act))
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op(
-    "diffusers_ardiff::paged_norm_rope_write_attn",
-    mutates_args=("key_pool", "value_pool"),
-    schema=NORM_ROPE_WRITE_ATTN_SCHEMA,
-    tags=TAGS,
-)
-def _norm_rope_write_attn_op(
+def _check_fused(
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: PagedLayerInputs,
+    rotary: Rotary,
+    norm: QKNorm,
+    softmax_scale: float,
+) -> None:
+    """Raise ValueError where the fused kernel can't take these rows."""
+    from .kernels.rope_write import check_rope_write
+
+    query, keys, values = states
+    refusals = [
+        reason
+        for dtype in {query.dtype: None, inputs.key_pool.dtype: None}
+        for reason in fused_write_refusals(query.device.type, dtype, query.shape[-1])
+    ]
+    if refusals:
+        raise ValueError("the fused write cannot serve this call: " + "; ".join(refusals) + ".")
+    check_tensors(inputs.key_pool, softmax_scale, query=query, keys=keys, values=values)
+    check_rows(*states, inputs)
+    check_rope_write(inputs, states, rotary, norm)
+
+
+def _norm_rope_write_attn(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -163,36 +184,28 @@ def _norm_rope_write_attn_op(
     key_weight: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    layer_index: torch.Tensor,
-    launch: torch.Tensor,
-    norm_eps: float,
-    softmax_scale: float,
+    *arguments: object,
 ) -> torch.Tensor:
-    refusals = [
-        reason
-        for dtype in {query.dtype: None, key_pool.dtype: None}
-        for reason in fused_write_refusals(query.device.type, dtype, query.shape[-1])
-    ]
-    if refusals:
-        raise ValueError("the fused write cannot serve this call: " + "; ".join(refusals) + ".")
-    from .kernels.rope_write import norm_rope_write
-
-    inputs = PagedLayerInputs(key_pool, value_pool, slot_mapping, block_table, seq_lens, layer_index, launch)
-    plan = _plan_of(inputs)
-    check_tensors(key_pool, softmax_scale, query=query, keys=keys, values=values)
-    backend = _admit(query, keys, values, inputs, plan)
-    norm = QKNorm(query_weight, key_weight, norm_eps)
-    rotated = norm_rope_write(inputs, query, keys, values, (cos, sin), norm, plan.scales)
-    plan.written_layers.add(int(layer_index))
-    return _attend(rotated, inputs, plan, backend, softmax_scale)
+    *tensors, norm_eps, softmax_scale = cast("tuple[float, ...]", arguments)
+    inputs, norm = PagedLayerInputs._make(tensors), QKNorm(query_weight, key_weight, norm_eps)
+    plan, states = _plan_of(inputs), (query, keys, values)
+    signature = signature_of(plan, inputs, softmax_scale, *states, cos, sin, query_weight, key_weight)
+    backend = plan.choices.get(signature)
+    if backend is None:
+        _check_fused(states, inputs, (cos, sin), norm, softmax_scale)
+        backend = plan.choices[signature] = _admit(*states, inputs, plan)
+    rotated = _rope_write()(inputs, states, (cos, sin), norm, plan.scales)
+    return _attend_after_write(rotated, inputs, plan, backend, softmax_scale)
 
 
-@_norm_rope_write_attn_op.register_fake
+@cache
+def _rope_write() -> Callable[..., torch.Tensor]:
+    """The fused kernel; triton is imported when it is first used."""
+    from .kernels.rope_write import launch_rope_write
+
+    return launch_rope_write
+
+
 def _norm_rope_write_attn_fake(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -202,14 +215,13 @@ def _norm_rope_write_attn_fake(
     cos: torch.Tensor,
     sin: torch.Tensor,
     key_pool: torch.Tensor,
-    *args: object,
+    *arguments: object,
 ) -> torch.Tensor:
     check_devices(key_pool, query=query, keys=keys, values=values)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("diffusers_ardiff::paged_attn", mutates_args=(), schema=ATTN_SCHEMA, tags=TAGS)
-def _attn_op(
+def _attn(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
@@ -227,10 +239,16 @@ def _attn_op(
     return _attend(query, inputs, plan, _choose(query, inputs, plan), softmax_scale)
 
 
-@_attn_op.register_fake
-def _attn_fake(query: torch.Tensor, key_pool: torch.Tensor, *args: object) -> torch.Tensor:
+def _attn_fake(query: torch.Tensor, key_pool: torch.Tensor, *arguments: object) -> torch.Tensor:
     check_devices(key_pool, query=query)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+register_op("paged_write_attn", WRITE_ATTN_SCHEMA, _write_attn, _write_attn_fake)
+register_op(
+    "paged_norm_rope_write_attn", NORM_ROPE_WRITE_ATTN_SCHEMA, _norm_rope_write_attn, _norm_rope_write_attn_fake
+)
+register_op("paged_attn", ATTN_SCHEMA, _attn, _attn_fake)
 
 
 def paged_write_attn(
@@ -256,25 +274,13 @@ def paged_write_attn(
     Returns: (R, Lq, H, D) in the query's dtype.
 
     Raises:
+        RuntimeError: in a backward; there is none.
         ValueError: shapes differ from what the context announced, a tensor is on another device than the pools or not of
             floating point, the scale is not positive and finite, or no backend can do the call; before any write.
     """
     scale = softmax_scale if softmax_scale is not None else query.shape[-1] ** -0.5
-    return torch.ops.diffusers_ardiff.paged_write_attn(
-        query,
-        k_curr,
-        v_curr,
-        k_act,
-        v_act,
-        inputs.key_pool,
-        inputs.value_pool,
-        inputs.slot_mapping,
-        inputs.block_table,
-        inputs.seq_lens,
-        inputs.layer_index,
-        inputs.launch,
-        scale,
-    )
+    out = torch.ops.diffusers_ardiff.paged_write_attn.default(query, k_curr, v_curr, k_act, v_act, *inputs, scale)
+    return without_backward(out, query, k_curr, v_curr)
 
 
 def paged_norm_rope_write_attn(
@@ -302,9 +308,10 @@ def paged_norm_rope_write_attn(
         ValueError: the fused kernel refuses (``fused_write_refusals``), or as ``paged_write_attn``; before any write.
     """
     scale = softmax_scale if softmax_scale is not None else query.shape[-1] ** -0.5
-    return torch.ops.diffusers_ardiff.paged_norm_rope_write_attn(
+    out = torch.ops.diffusers_ardiff.paged_norm_rope_write_attn.default(
         query, keys, values, norm.query_weight, norm.key_weight, *rotary, *inputs, norm.eps, scale
     )
+    return without_backward(out, query, keys, values)
 
 
 def paged_attention(query: torch.Tensor, inputs: PagedLayerInputs, softmax_scale: float | None = None) -> torch.Tensor:
@@ -330,7 +337,7 @@ def paged_attention(query: torch.Tensor, inputs: PagedLayerInputs, softmax_scale
         )
     rows = query if query.dim() == 4 else query.unflatten(0, (num_rows, -1))
     scale = softmax_scale if softmax_scale is not None else query.shape[-1] ** -0.5
-    out = torch.ops.diffusers_ardiff.paged_attn(
+    out = torch.ops.diffusers_ardiff.paged_attn.default(
         rows,
         inputs.key_pool,
         inputs.value_pool,
@@ -340,4 +347,4 @@ def paged_attention(query: torch.Tensor, inputs: PagedLayerInputs, softmax_scale
         inputs.launch,
         scale,
     )
-    return out.view_as(query)
+    return without_backward(out, query).view_as(query)

@@ -144,7 +144,7 @@ class Rollout(RolloutText):
         if step is None:
             return
         for name in self.local_names:
-            self._forward(name, step)
+            self._forward(name, step, only_writes=True)
         self.agree()
         self.finish_commit()
 
@@ -191,7 +191,7 @@ class Rollout(RolloutText):
             span = self.sessions[0].branch(name).ring.recache_span()
             if span is not None:
                 step = self._committed_frames(span[1] // self.tokens_per_frame)
-                self._forward(name, step, start=span[0], text=value)
+                self._forward(name, step, start=span[0], text=value, only_writes=True)
 
     def _committed_frames(self, num_frames: int) -> FrameStep:
         """The clean forward of the last frames committed."""
@@ -306,8 +306,9 @@ class Rollout(RolloutText):
         *,
         start: int | None = None,
         text: TextKV | None = None,
+        only_writes: bool = False,
     ) -> torch.Tensor:
-        """The transformer's output for these frames."""
+        """The transformer's output for these frames; it means nothing where the forward only writes."""
         self.check_open()
         branches = [session.branch(branch_name) for session in self.sessions]
         text = text or self._text_of(branches)
@@ -321,6 +322,8 @@ class Rollout(RolloutText):
             backend=backend,
             max_past_tokens=self.calls.max_past_tokens(self.recipe, step),
         )
+        if only_writes:
+            forward.write_only()
         arguments = self.arguments(branch_name, step, start_frame=forward.starts[0] // self.tokens_per_frame)
         return self.runner.run(self.calls.plain(forward, arguments, text, branch=branch_name))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ class PagedAttachment:
             )
             for layer in self._layers
         ]
+        self._pairs: list[tuple[Any, HostSettings]] = [
+            (attn, processor)
+            for attns, ours in zip(self._layers, self._processors, strict=True)
+            for attn, processor in zip(attns, ours, strict=True)
+            if processor is not None
+        ]
         self._rope = None if family.rope_module is None else OffsetRope(getattr(transformer, family.rope_module))
         self._hooks: list[Any] = []
         self._bound: ForwardInputs | None = None
@@ -68,6 +75,10 @@ class PagedAttachment:
     @property
     def geometry(self) -> TransformerGeometry:
         """Layers, heads, head size and patch of the transformer."""
+        return self._geometry
+
+    @cached_property
+    def _geometry(self) -> TransformerGeometry:
         return self.family.geometry(self.transformer)
 
     def make_rope(self, **options: Any) -> RopeFunction:
@@ -100,18 +111,12 @@ class PagedAttachment:
             self._check_unchanged()
             self._swap_out()
 
-    def _pairs(self) -> Iterator[tuple[Any, HostSettings]]:
-        for attns, ours in zip(self._layers, self._processors, strict=True):
-            yield from (
-                (attn, processor) for attn, processor in zip(attns, ours, strict=True) if processor is not None
-            )
-
     def _swap_in(self) -> None:
         if self._attached:
             raise RuntimeError("these processors are attached already; detach them first.")
         self._check_unchanged()
         try:
-            for attn, processor in self._pairs():
+            for attn, processor in self._pairs:
                 processor.host_processor = attn.processor
                 attn.set_processor(processor)
             if self._rope is not None:
@@ -124,7 +129,7 @@ class PagedAttachment:
         self._attached = True
 
     def _swap_out(self) -> None:
-        for attn, processor in self._pairs():
+        for attn, processor in self._pairs:
             if attn.processor is processor:
                 attn.set_processor(processor.host_processor)
         if self._rope is not None and self._host_rope is self._rope:
@@ -146,9 +151,9 @@ class PagedAttachment:
     @property
     def covers_all_blocks(self) -> bool:
         """Whether the transformer still has exactly the attention modules these processors were made for."""
-        found = [attn for layer in self.family.layers(self.transformer) for attn in layer]
-        known = [attn for layer in self._layers for attn in layer]
-        return len(found) == len(known) and all(a is b for a, b in zip(found, known, strict=True))
+        found, known = self.family.layers(self.transformer), self._layers
+        # Modules are equal where they are the same.
+        return found == known
 
     @property
     def _is_compiled(self) -> bool:
@@ -161,7 +166,7 @@ class PagedAttachment:
                 "blocks of the transformer were replaced, added or removed after the paged processors were made for it, "
                 "so these would not be paged; undo the later swap first, or make a new attachment."
             )
-        swapped = any(attn.processor is not processor for attn, processor in self._pairs())
+        swapped = any(attn.processor is not processor for attn, processor in self._pairs)
         if self._attached and (swapped or self._host_rope is not self._rope):
             raise RuntimeError(
                 "the transformer's attention processors or its rope were swapped again after the paged ones were "

@@ -92,4 +92,5 @@ def project_qkv(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, t
 
 def project_out(attn: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """(rows, tokens, heads, head_dim) through linear layer and dropout of ``to_out``."""
-    return attn.to_out[1](attn.to_out[0](hidden_states.flatten(2, 3)))
+    linear, dropout, *_ = attn.to_out
+    return dropout(linear(hidden_states.flatten(2, 3)))

@@ -100,9 +100,9 @@ def norm_refusals(attn: Any, dim: int) -> list[str]:
     reasons = []
     for name in ("norm_q", "norm_k"):
         norm = getattr(attn, name)
-        if type(norm) is not torch.nn.RMSNorm or tuple(norm.normalized_shape) != (dim,):
+        if type(norm) is not torch.nn.RMSNorm or norm.normalized_shape != (dim,):
             reasons.append(f"{name} is no torch.nn.RMSNorm over {dim} channels")
-        elif norm.weight is None or norm.weight.dtype not in FUSED_DTYPES or norm.eps is None:
+        elif (weight := norm.weight) is None or weight.dtype not in FUSED_DTYPES or norm.eps is None:
             reasons.append(f"{name} has no eps or no weights of a dtype the kernel takes")
         elif is_hooked(norm):
             reasons.append(f"{name} has hooks (offloading), which a kernel would pass by")

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from diffusers_ardiff import ARDiffusionPipeline, quantize_linears
 from diffusers_ardiff.attention import write_attn_in_turn
 from diffusers_ardiff.fp8 import Float8Linear, quantize_rows
+from diffusers_ardiff.launch import WritePass
 from diffusers_ardiff.merged import MergedForwardContext
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +66,7 @@ def test_replayed_kernels_give_the_same_bits(eager_latents: torch.Tensor) -> Non
     """Fill, first overwrite, steady state."""
     pipe = gpu_pipeline()
     report = pipe.warmup(compile=False)
-    assert report.num_graphs == 2
+    assert report.num_graphs == 4
     assert torch.equal(latents_of(pipe), eager_latents)
     assert replays(pipe) == 3 * NUM_CHUNKS - 1
     with stream_of(pipe) as stream, stream_of(gpu_pipeline()) as plain:
@@ -76,7 +77,7 @@ def test_a_recache_is_replayed() -> None:
     """While the window fills and in the steady state: the same bits as launched, nothing captured later."""
     pipe = gpu_pipeline()
     report = pipe.warmup(compile=False, recache=True)
-    assert report.num_graphs == 4
+    assert report.num_graphs == 6
     for num_chunks in (1, 2, 4):
         with stream_of(pipe) as stream, stream_of(gpu_pipeline()) as plain:
             for one in (stream, plain):
@@ -86,7 +87,21 @@ def test_a_recache_is_replayed() -> None:
                 one.switch_prompt(prompt_embeds=NEW, mode="recache")
             assert replays(pipe) == before + 2
             assert torch.equal(take(stream, 2), take(plain, 2))
-    assert len(pipe._warm.graphs) == 4
+    assert len(pipe._warm.graphs) == 6
+
+
+def test_commits_leave_the_last_attention_out_and_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, eager_latents: torch.Tensor
+) -> None:
+    """Captured twice (once to warm up), replayed, and eager: as where every commit attends to its end."""
+    pipe = gpu_pipeline()
+    pipe.warmup(compile=False)
+    assert sum(key.only_writes for key in pipe._warm.graphs.keys) == 2
+    replayed = latents_of(pipe)
+    monkeypatch.setattr(WritePass, "ends_with", lambda *args: False)
+    expected = latents_of(gpu_pipeline())
+    assert torch.equal(replayed, expected)
+    assert torch.equal(eager_latents, expected)
 
 
 def test_compiled_blocks_agree_with_eager_ones_and_their_graphs_with_them(eager_latents: torch.Tensor) -> None:

@@ -135,7 +135,8 @@ def rope_write(
     Raises:
         ValueError: the shapes do not fit each other.
     """
-    return _launch(inputs, (query, keys, values), rotary, None, scales)
+    check_rope_write(inputs, (query, keys, values), rotary, None)
+    return launch_rope_write(inputs, (query, keys, values), rotary, None, scales)
 
 
 def norm_rope_write(
@@ -148,13 +149,14 @@ def norm_rope_write(
     scales: KVScales = UNSCALED,
 ) -> torch.Tensor:
     """``rope_write`` of queries and keys that are normalised across heads first."""
-    return _launch(inputs, (query, keys, values), rotary, norm, scales)
+    check_rope_write(inputs, (query, keys, values), rotary, norm)
+    return launch_rope_write(inputs, (query, keys, values), rotary, norm, scales)
 
 
-def _launch(
+def launch_rope_write(
     inputs: PagedLayerInputs, states: tuple[torch.Tensor, ...], rotary: Rotary, norm: QKNorm | None, scales: KVScales
 ) -> torch.Tensor:
-    _check(inputs, states, rotary, norm)
+    """``rope_write``, or with a norm ``norm_rope_write``, of what ``check_rope_write`` lets through."""
     rows, num_tokens, heads, head_dim = states[0].shape
     cos, sin = (angles.contiguous() for angles in rotary)
     query, keys, values = (_with_heads_side_by_side(tensor) for tensor in states)
@@ -194,7 +196,10 @@ def _with_heads_side_by_side(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride()[2:] == (tensor.shape[3], 1) else tensor.contiguous()
 
 
-def _check(inputs: PagedLayerInputs, states: tuple[torch.Tensor, ...], rotary: Rotary, norm: QKNorm | None) -> None:
+def check_rope_write(
+    inputs: PagedLayerInputs, states: tuple[torch.Tensor, ...], rotary: Rotary, norm: QKNorm | None
+) -> None:
+    """Raise ValueError where shapes do not fit each other; it looks at shapes, strides of the pools and dtypes only."""
     shape = states[0].shape
     if len(shape) != 4 or any(tensor.shape != shape or tensor.dtype != states[0].dtype for tensor in states):
         raise ValueError(
