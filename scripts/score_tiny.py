@@ -25,7 +25,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=100, help="prompts of short clips, 0 for none")
     parser.add_argument("--num-frames", type=int, default=81)
     parser.add_argument("--batch", type=int, default=20, help="prompts generated together")
-    parser.add_argument("--long-prompts", type=int, default=6, help="prompts of the long rollout, 0 for none")
+    parser.add_argument("--long-prompts", type=int, default=24, help="prompts of the long rollout, 0 for none")
     parser.add_argument("--long-frames", type=int, default=2000)
     parser.add_argument("--last-frames", type=int, default=200, help="frames of the long rollout that count")
     parser.add_argument("--steps", type=float, nargs="+", help="denoising steps instead of the recipe's")
@@ -34,11 +34,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="JSON file of the figures")
     parser.add_argument("--grid", type=Path, help="PNG of frames: rows are prompts, columns are time")
-    parser.add_argument("--quick", action="store_true", help="24 prompts and one rollout of 300 frames")
+    parser.add_argument("--quick", action="store_true", help="24 prompts, and 6 rollouts of 300 frames")
     parser.add_argument("--truth-only", action="store_true", help="score rendered scenes only; loads no model")
     args = parser.parse_args()
     if args.quick:
-        args.prompts, args.batch, args.long_frames, args.last_frames = 24, 12, 300, 60
+        args.prompts, args.batch = 24, 12
+        args.long_prompts, args.long_frames, args.last_frames = 6, 300, 60
     return args
 
 
