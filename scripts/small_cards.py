@@ -118,7 +118,7 @@ def prepare(card: Card, place: Place) -> ARDiffusionPipeline:
     pipe = build_pipeline(name, built_on, share_blocks=card.offload)
     if card.offload:
         pipe.transformer.enable_group_offload(
-            place.device, offload_type="block_level", num_blocks_per_group=4, use_stream=not place.tiny
+            place.device, offload_type="block_level", num_blocks_per_group=1, use_stream=not place.tiny
         )
         pipe.vae.to(place.device)
     if card.light_decoder:
