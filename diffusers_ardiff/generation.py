@@ -156,6 +156,16 @@ class GenerationRequest:
         )
 
 
+def check_negative_prompt(negative_prompt: str | None, guidance_scale: float | None, recipe: Recipe) -> None:
+    """Raise ValueError where a command got a negative prompt and no guidance, so that nothing would read it."""
+    scale = recipe.guidance_scale if guidance_scale is None else guidance_scale
+    if negative_prompt is not None and scale <= 1.0:
+        raise ValueError(
+            f"--negative-prompt needs guidance: the scale must be above 1 and is {scale}. Give --guidance-scale, or leave "
+            "--negative-prompt out."
+        )
+
+
 def check_warmup(pipeline: ARDiffusionPipeline) -> None:
     """Raise ValueError where a command can't warm up: no CUDA device, or a rank that only decodes."""
     device = pipeline._execution_device

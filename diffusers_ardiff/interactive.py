@@ -34,6 +34,7 @@ class InteractiveRequest:
         max_frames: pixel frames to stop after; None: until ``:quit`` or the end of the input.
         height, width: pixels; None: the recipe's.
         seed: of the noise.
+        guidance_scale, negative_prompt: as in a call.
         preview: also draw each chunk's last frame with coloured characters.
 
     Raises:
@@ -46,6 +47,8 @@ class InteractiveRequest:
     height: int | None = None
     width: int | None = None
     seed: int = 0
+    guidance_scale: float | None = None
+    negative_prompt: str | None = None
     preview: bool = False
 
     def __post_init__(self) -> None:
@@ -60,9 +63,11 @@ class InteractiveRequest:
 
     def warmup_arguments(self, pipeline: ARDiffusionPipeline) -> dict[str, Any]:
         """Arguments of ``pipeline.warmup`` that fit the stream of this request, recaches included."""
+        scale = pipeline.recipe.guidance_scale if self.guidance_scale is None else self.guidance_scale
         return {
             "height": self.height,
             "width": self.width,
+            "guided": scale > 1.0,
             "recache": True,
         }
 
@@ -139,9 +144,11 @@ def run_interactive(
     """
     stream = pipeline.stream(
         request.prompt,
+        request.negative_prompt,
         num_frames=request.max_frames,
         height=request.height,
         width=request.width,
+        guidance_scale=request.guidance_scale,
         generator=torch.Generator("cpu").manual_seed(request.seed),
         output_type="np",
     )

@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 
 from diffusers_ardiff import MemoryLimitError, PromptSwitch
-from diffusers_ardiff.generation import GenerationRequest
+from diffusers_ardiff.generation import GenerationRequest, check_negative_prompt
 from diffusers_ardiff.jobs import VideoResult, generate_videos
 from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.parallel import LaunchError, check_launch
@@ -87,7 +87,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--limit-bytes", type=int, help="refuse to allocate more for a video's cache and decoder (default: no limit)"
     )
     parser.add_argument("--guidance-scale", type=float, help="above 1 a negative branch runs (default: the recipe's)")
-    parser.add_argument("--negative-prompt", help="of the negative branch (default: an empty one)")
+    parser.add_argument("--negative-prompt", help="of the negative branch (default: an empty one); needs guidance")
     parser.add_argument("--warmup", action="store_true", help=WARMUP_HELP)
     parser.add_argument(
         "--overlap",
@@ -181,6 +181,7 @@ def run(args: argparse.Namespace, state: PartialState) -> int:
         fields = {"num_window_frames": args.num_window_frames, "num_sink_frames": args.num_sink_frames}
         given = {name: value for name, value in fields.items() if value is not None}
         pipeline.recipe = override_recipe(pipeline.recipe, given)
+        check_negative_prompt(args.negative_prompt, args.guidance_scale, pipeline.recipe)
         if args.ulysses != 1 or args.guidance_parallel or args.decode_rank:
             pipeline.enable_parallelism(
                 ulysses_degree=args.ulysses, guidance_parallel=args.guidance_parallel, decode_rank=args.decode_rank

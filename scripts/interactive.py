@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from diffusers_ardiff import MemoryLimitError
-from diffusers_ardiff.generation import check_warmup
+from diffusers_ardiff.generation import check_negative_prompt, check_warmup
 from diffusers_ardiff.interactive import HELP, InteractiveRequest, run_interactive
 from diffusers_ardiff.load import load_pipeline
 from diffusers_ardiff.recipes import override_recipe
@@ -32,6 +32,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--height", type=int, help="pixels (default: the recipe's)")
     parser.add_argument("--width", type=int, help="pixels (default: the recipe's)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    parser.add_argument("--guidance-scale", type=float, help="above 1 a negative branch runs (default: the recipe's)")
+    parser.add_argument("--negative-prompt", help="of the negative branch (default: an empty one); needs guidance")
     parser.add_argument("--preview", action="store_true", help="draw each chunk's last frame in the terminal")
     parser.add_argument(
         "--warmup",
@@ -66,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             height=args.height,
             width=args.width,
             seed=args.seed,
+            guidance_scale=args.guidance_scale,
+            negative_prompt=args.negative_prompt,
             preview=args.preview,
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fields = {"num_window_frames": args.num_window_frames, "num_sink_frames": args.num_sink_frames}
         given = {name: value for name, value in fields.items() if value is not None}
         pipeline.recipe = override_recipe(pipeline.recipe, given)
+        check_negative_prompt(args.negative_prompt, args.guidance_scale, pipeline.recipe)
         if args.overlap:
             pipeline.set_decoder(overlap=True)
         if args.warmup:

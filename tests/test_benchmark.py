@@ -226,7 +226,8 @@ class TestRollout:
         assert result.peak_over_plan is None
 
     def test_refuses_a_rollout_too_short_to_compare(self) -> None:
-        with pytest.raises(ValueError, match="num_frames must be a whole number >= 252, got 100"):
+        """The message gave a smallest number and no reason for it."""
+        with pytest.raises(ValueError, match="num_frames must be at least 252, got 100: the window is full after"):
             measure_rollout(make_pipeline(recipe=ONE_STEP), RolloutSettings(num_frames=100))
 
     def test_full_history_has_no_steady_state(self) -> None:

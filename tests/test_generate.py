@@ -81,6 +81,7 @@ def test_script_writes_video_and_contact_sheet(model: Path, tmp_path: Path) -> N
         (["--video-frames", 5], ["video_frames = 5", "give one"]),
         (["--warmup"], ["warm-up", "cpu", "Leave it out"]),
         (["--overlap"], ["overlap=True", "cpu"]),
+        (["--guidance-scale", 1, "--negative-prompt", "a blue square"], ["--negative-prompt", "above 1", "is 1.0"]),
         (["--switch", "one", "a blue square"], ["--switch", "latent frame number", "'one'"]),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else None,

@@ -60,6 +60,21 @@ def run(pipe: ARDiffusionPipeline, typist: Typist, output: Path, **request: Any)
     return run_interactive(pipe, InteractiveRequest(prompt=PROMPT, output=output, **request), typist, typist.say)
 
 
+def test_guidance_and_negative_prompt_reach_the_stream(pipe: ARDiffusionPipeline, tmp_path: Path) -> None:
+    """The command had no way to turn off, or to use, the guidance of its model's recipe."""
+    calls: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "guided": {"guidance_scale": 3.0},
+        "negative": {"guidance_scale": 3.0, "negative_prompt": "a blue square"},
+    }
+    for name, call in calls.items():
+        run(pipe, Typist(), tmp_path / name, max_frames=9, **call)
+        request = InteractiveRequest(prompt=PROMPT, output=tmp_path / "none", **call)
+        assert request.warmup_arguments(pipe)["guided"] == (name != "plain")
+    plain, guided, negative = (frames_in(tmp_path / name) for name in calls)
+    assert (plain != guided).any() and (guided != negative).any()
+
+
 def frames_in(folder: Path) -> np.ndarray:
     return np.stack([read_image(path) for path in sorted(folder.iterdir())])
 
@@ -256,3 +271,12 @@ class TestScript:
         assert process.returncode == 2
         assert [line for line in errors.splitlines() if line.startswith("error: max_frames must be")]
         assert list(tmp_path.iterdir()) == []
+
+    def test_negative_prompt_without_guidance(self, model: Path, tmp_path: Path) -> None:
+        """A negative prompt that nothing would read was accepted."""
+        process = self.start(
+            PROMPT, "--model", model, "--negative-prompt", "a square", "--output", tmp_path / "live.mp4"
+        )
+        _, errors = process.communicate("", timeout=240)
+        assert process.returncode == 2
+        assert [line for line in errors.splitlines() if line.startswith("error: --negative-prompt needs guidance")]

@@ -261,7 +261,7 @@ class TestPipeline:
     @pytest.mark.parametrize(
         ("call", "message"),
         [
-            ({"guidance_scale": 3.0}, "guidance"),
+            ({"guidance_scale": 3.0}, "guidance .*got 3.0.*guidance_scale=1"),
             ({"control_hook": lambda _inputs: {}}, "a control_hook"),
             ({"merge_commits": 1}, "True or False, got 1"),
         ],
@@ -269,6 +269,12 @@ class TestPipeline:
     def test_refusals(self, pipe: ARDiffusionPipeline, call: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             stream_of(pipe, **{"merge_commits": True} | call)
+
+    def test_guidance_of_the_recipe(self) -> None:
+        """The refusal spoke of guidance to callers who had asked for none, and did not say that it is the recipe's."""
+        pipe = make_pipeline(recipe=QUICK.replace(guidance_scale=2.0))
+        with pytest.raises(ValueError, match=f"recipe '{QUICK.name}' has 2.0.*give guidance_scale=1"):
+            stream_of(pipe, merge_commits=True)
 
 
 class TestWarm:

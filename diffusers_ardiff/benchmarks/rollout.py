@@ -83,7 +83,13 @@ def count_chunks(settings: RolloutSettings, recipe: Recipe, temporal_factor: int
     if settings.num_frames is None:
         return needed + SETTLING_CHUNKS
     frames_a_chunk = temporal_factor * recipe.chunk_frames
-    num_frames = check_int("num_frames", settings.num_frames, minimum=frames_a_chunk * needed)
+    num_frames = check_int("num_frames", settings.num_frames, minimum=1)
+    if num_frames < frames_a_chunk * needed:
+        raise ValueError(
+            f"num_frames must be at least {frames_a_chunk * needed}, got {num_frames}: the window is full after "
+            f"{first_steady_chunk(recipe)} chunks of {frames_a_chunk} frames, and {settings.measured_chunks} more are "
+            "measured. Ask for more frames, or for fewer measured_chunks."
+        )
     return -(-num_frames // frames_a_chunk)
 
 

@@ -276,11 +276,17 @@ def check_merge(arguments: CallArguments, recipe: Recipe, *, guided: bool) -> No
     """Raise ValueError where a commit can't share its forward with the next chunk's first step."""
     if not isinstance(arguments.merge_commits, bool):
         raise ValueError(f"merge_commits must be True or False, got {arguments.merge_commits!r}.")
-    if arguments.merge_commits and (guided or arguments.control_hook is not None):
-        reason = "guidance (guidance_scale above 1)" if guided else "a control_hook"
+    if arguments.merge_commits and guided:
+        given = arguments.guidance_scale
+        scale = f"recipe {recipe.name!r} has {recipe.guidance_scale}" if given is None else f"got {given}"
         raise ValueError(
-            f"merge_commits=True does not go with {reason}: a merged forward serves one branch, and its two chunks have "
-            "one set of arguments. Leave one of them out."
+            f"merge_commits=True does not go with guidance (guidance_scale above 1; {scale}): a merged forward serves one "
+            "branch. Leave merge_commits out, or give guidance_scale=1 (guided=False of a warm-up)."
+        )
+    if arguments.merge_commits and arguments.control_hook is not None:
+        raise ValueError(
+            "merge_commits=True does not go with a control_hook: the two chunks of a merged forward have one set of "
+            "arguments. Leave one of them out."
         )
     if not arguments.merge_commits:
         return
