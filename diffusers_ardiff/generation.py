@@ -125,11 +125,10 @@ class GenerationRequest:
 
     def warmup_arguments(self, pipeline: ARDiffusionPipeline) -> dict[str, Any]:
         """Arguments of ``pipeline.warmup`` that fit the streams of this request."""
-        scale = pipeline.recipe.guidance_scale if self.guidance_scale is None else self.guidance_scale
         return {
             "height": self.height,
             "width": self.width,
-            "guided": scale > 1.0,
+            "guided": pipeline.recipe.call_guidance(self.guidance_scale) > 1.0,
             "recache": any(switch.mode == "recache" for switch in self.switches),
             "decode": pipeline.parallel_layout.writes_frames,
             "cache": CacheOptions(limit_bytes=self.limit_bytes),
@@ -158,7 +157,7 @@ class GenerationRequest:
 
 def check_negative_prompt(negative_prompt: str | None, guidance_scale: float | None, recipe: Recipe) -> None:
     """Raise ValueError where a command got a negative prompt and no guidance, so that nothing would read it."""
-    scale = recipe.guidance_scale if guidance_scale is None else guidance_scale
+    scale = recipe.call_guidance(guidance_scale)
     if negative_prompt is not None and scale <= 1.0:
         raise ValueError(
             f"--negative-prompt needs guidance: the scale must be above 1 and is {scale}. Give --guidance-scale, or leave "

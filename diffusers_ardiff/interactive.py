@@ -63,11 +63,10 @@ class InteractiveRequest:
 
     def warmup_arguments(self, pipeline: ARDiffusionPipeline) -> dict[str, Any]:
         """Arguments of ``pipeline.warmup`` that fit the stream of this request, recaches included."""
-        scale = pipeline.recipe.guidance_scale if self.guidance_scale is None else self.guidance_scale
         return {
             "height": self.height,
             "width": self.width,
-            "guided": scale > 1.0,
+            "guided": pipeline.recipe.call_guidance(self.guidance_scale) > 1.0,
             "recache": True,
         }
 

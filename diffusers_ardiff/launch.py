@@ -91,10 +91,10 @@ class WritePass:
 class LaunchPlan:
     """Host-side facts of one forward, for the inside of the opaque op.
 
-    They say how to compute it; ``mask`` and ``visible`` say what is visible: None is everything. ``branches`` own the pages,
-    ``scales`` are those of a float8 pool, ``write_pass`` is that of a forward that only writes. Two records in it change: the op adds each layer whose rows it has written to
-    ``written_layers``, and keeps in ``choices`` which backend serves a request or rows of a signature, so that a forward asks once
-    and not once a layer.
+    They say how to compute it; ``mask`` and ``visible`` say what is visible: None is everything. ``branches`` own the
+    pages, ``scales`` are those of a float8 pool. Three records in it change: the op adds each layer whose rows it has
+    written to ``written_layers``, and to the ``write_pass`` of a forward that only writes, and keeps in ``choices`` which
+    backend serves a request or rows of a signature, so that a forward asks once and not once a layer.
     """
 
     page_size: int
@@ -110,12 +110,18 @@ class LaunchPlan:
     choices: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
+    def num_keys(self) -> int | None:
+        """Keys of every row; None where rows have different numbers of them."""
+        lengths = {row.seq_len for row in self.rows}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    @cached_property
     def strided_rows(self) -> StridedRows | None:
         """Where the rows' keys lie in the pool, if they are as many in each and at one stride; None: they are not."""
         bases = [row.base_slot for row in self.rows if row.base_slot is not None]
-        if len(bases) < len(self.rows) or len({row.seq_len for row in self.rows}) != 1:
+        if len(bases) < len(self.rows) or self.num_keys is None:
             return None
-        return StridedRows.at(bases, self.rows[0].seq_len)
+        return StridedRows.at(bases, self.num_keys)
 
     @cached_property
     def is_staged(self) -> bool:

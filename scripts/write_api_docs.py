@@ -13,9 +13,11 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+PROPERTIES = (property, cached_property)
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 MODULES = (
     "diffusers_ardiff",
@@ -57,9 +59,8 @@ def _entry(name: str, value: Any) -> list[str]:
     lines = [f"### {name}{_signature(value)}", "", *_quoted(value.__doc__), ""]
     if inspect.isclass(value):
         for member, attribute in _members(value):
-            kind = "" if isinstance(attribute, property) else _signature(getattr(value, member))
-            document = attribute.fget.__doc__ if isinstance(attribute, property) else attribute.__doc__
-            lines += [f"#### {name}.{member}{kind}", "", *_quoted(document), ""]
+            kind = "" if isinstance(attribute, PROPERTIES) else _signature(getattr(value, member))
+            lines += [f"#### {name}.{member}{kind}", "", *_quoted(attribute.__doc__), ""]
     return lines
 
 
@@ -70,8 +71,7 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
     for name in names:
         attribute = next(vars(base)[name] for base in ours if name in vars(base))
         plain = getattr(attribute, "__func__", attribute)
-        documented = plain.fget.__doc__ if isinstance(plain, property) else inspect.isfunction(plain) and plain.__doc__
-        if documented:
+        if plain.__doc__ and (isinstance(plain, PROPERTIES) or inspect.isfunction(plain)):
             yield name, plain
 
 

@@ -49,10 +49,10 @@ def dense_view(inputs: PagedLayerInputs, plan: LaunchPlan) -> tuple[torch.Tensor
     rows, staging = plan.rows, plan.staging
     if plan.strided_rows is not None:
         return _strided(inputs.key_pool, inputs.value_pool, plan.strided_rows)
-    if staging is None or any(row.staging_row is None for row in rows) or len({row.seq_len for row in rows}) != 1:
+    if staging is None or any(row.staging_row is None for row in rows) or plan.num_keys is None:
         return None
     layer = int(inputs.layer_index)
-    place = StridedRows.at([(row.staging_row or 0) * staging.row_len for row in rows], rows[0].seq_len)
+    place = StridedRows.at([(row.staging_row or 0) * staging.row_len for row in rows], plan.num_keys)
     return None if place is None else _strided(staging.key_pools[layer], staging.value_pools[layer], place)
 
 
@@ -98,10 +98,9 @@ def stage_rows(inputs: PagedLayerInputs, plan: LaunchPlan) -> None:
 
 def staged_view(inputs: PagedLayerInputs, plan: LaunchPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
     """``dense_view`` (R, N, H, D), after staging fragmented rows where that yields one; None where nothing does."""
-    rows = plan.rows
     if plan.strided_rows is not None and not plan.is_staged:
         return dense_view(inputs, plan)
-    if len({row.seq_len for row in rows}) != 1 or len({row.staging_row is None for row in rows}) != 1:
+    if plan.num_keys is None or len({row.staging_row is None for row in plan.rows}) != 1:
         return None
     stage_rows(inputs, plan)
     return dense_view(inputs, plan)

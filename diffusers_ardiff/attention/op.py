@@ -46,7 +46,7 @@ ATTN_SCHEMA = (
 def _work_of(plan: LaunchPlan) -> Work:
     if plan.mask is not None:
         return "masked"
-    if len({row.seq_len for row in plan.rows}) > 1:
+    if plan.num_keys is None:
         return "ragged"
     return "fragmented" if any(row.base_slot is None for row in plan.rows) else "dense"
 

@@ -63,7 +63,7 @@ def check_call(pipeline: PipelineHost, arguments: CallArguments) -> CheckedCall:
         if (given := getattr(a, name)) is not None:
             check_tensor(name, given)
     recipe = override_recipe(load_recipe(a.recipe if a.recipe is not None else pipeline.recipe), a.recipe_fields)
-    scale = check_guidance(recipe.guidance_scale if a.guidance_scale is None else a.guidance_scale)
+    scale = check_guidance(recipe.call_guidance(a.guidance_scale))
     num_videos = _count_videos(a)
     schedule = sorted_schedule(a.prompt_schedule, num_videos)
     check_components(pipeline, a, guided=scale > 1.0)

@@ -72,13 +72,9 @@ class PagedAttachment:
         """Whether the processors are in the transformer now."""
         return self._attached
 
-    @property
+    @cached_property
     def geometry(self) -> TransformerGeometry:
         """Layers, heads, head size and patch of the transformer."""
-        return self._geometry
-
-    @cached_property
-    def _geometry(self) -> TransformerGeometry:
         return self.family.geometry(self.transformer)
 
     def make_rope(self, **options: Any) -> RopeFunction:

@@ -123,6 +123,10 @@ class Recipe:
     def _warped(self, steps: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(_warp(step, self.shift) for step in steps) if self.warp_steps else steps
 
+    def call_guidance(self, guidance_scale: float | None) -> float:
+        """The scale of a call that gives this one; None: the recipe's."""
+        return self.guidance_scale if guidance_scale is None else guidance_scale
+
     @property
     def rope(self) -> RopePolicy:
         """The strategy that `rope_policy` names."""

@@ -28,15 +28,10 @@ class LatentClips:
 
     def draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Random clips: float32 latents (count, 16, F, 8, 8), their histories alike, and the ids of one caption each."""
-        clip, ids = self._pick(count, generator)
-        return self.latents[clip].float(), self.latents[self.histories[clip]].float(), ids
-
-    def _pick(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random rows and captions: (count,) and (count, 3, 24)."""
         device = self.latents.device
         clip = torch.randint(len(self.token_ids), (count,), generator=generator, device=device)
         caption = torch.randint(self.token_ids.shape[1], (count,), generator=generator, device=device)
-        return clip, self.token_ids[clip, caption]
+        return self.latents[clip].float(), self.latents[self.histories[clip]].float(), self.token_ids[clip, caption]
 
 
 @dataclass(frozen=True)

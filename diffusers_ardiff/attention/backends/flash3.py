@@ -143,7 +143,7 @@ def split_unavailable() -> str | None:
 def make_split_backend() -> AttentionBackend:
     """FlashAttention 3 with the keys cut into parts where that pays; masks are left to ``flash3``.
 
-    On one H200 it takes 0.71 to 1.00 of the time of ``flash3`` (``benchmark.py op --preset anchors``).
+    On one H200 its op takes 0.70 to 0.99 of the time of that of ``flash3`` (``benchmark.py op --preset anchors``).
     """
     return replace(
         make_backend(),
