@@ -117,7 +117,7 @@ def test_rows_of_different_length(backend: str, shuffle_seed: int | None) -> Non
 def test_keys_in_parts(queries: int, heads: int, keys: int) -> None:
     """As exact as in one part, at sizes where there are several.
 
-    The limit was half of the other tests' tolerance, below what two roundings to bfloat16 differ by on an H200.
+    Both are rounded to bfloat16, so they may be one step of the largest value apart, which a limit of 0.005 forbade.
     """
     torch.manual_seed(0)
     shape = (1, queries, heads, HEAD_DIM)
@@ -129,7 +129,7 @@ def test_keys_in_parts(queries: int, heads: int, keys: int) -> None:
     rows = gpu_rows(branches, queries)
     whole = forward(branches, rows, backend="flash3", commit=False)
     parts = forward(branches, rows, backend="flash3_split", commit=False)
-    assert relative_error(parts, whole) < TOLERANCE
+    assert relative_error(parts, whole) <= 2**-7
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
